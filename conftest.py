@@ -1,7 +1,8 @@
-"""How many processes run the tests, and which doctests are left out."""
+"""How many processes run the tests, which files each takes, and which doctests are left out."""
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
 
 
+WAITING = ("tests/integration/", "tests/chaos/")
+"""Folders whose tests wait for a Ray half of the time."""
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns what hands out files: the last process begins with those that wait.
+
+    The others have the cores meanwhile, for tests that compute. Files in the order of the
+    collection would have all processes compute at first and all of them wait at the end.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class WaitBesideWork(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            waiting = (file for file in self.workqueue if file.startswith(WAITING))
+            if node is self.nodes[-1] and (file := next(waiting, None)):
+                self.workqueue.move_to_end(file, last=False)
+            super()._assign_work_unit(node)
+
+    return WaitBesideWork(config, log) if config.option.dist == "loadfile" else None
+
+
 # Adapters whose framework is not installed: those are extras.
 _NEEDS = {
-    "ray_dcp/data/loader.py": "torchdata",
+    "ray_dcp/data.py": "torchdata",
     "ray_dcp/integrations/hf.py": "transformers",
     "ray_dcp/integrations/lightning.py": "lightning_fabric",
     "ray_dcp/integrations/torchtitan.py": "torchtitan",

@@ -7,161 +7,39 @@ imported on first use: importing this package imports neither torch nor Ray.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pkgutil import get_data
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_dcp import errors
 from ray_dcp.core import __version__ as __version__
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
-    from torch.distributed.checkpoint.default_planner import (
-        DefaultLoadPlanner as DefaultLoadPlanner,
-    )
-    from torch.distributed.checkpoint.default_planner import (
-        DefaultSavePlanner as DefaultSavePlanner,
-    )
-    from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter as FileSystemWriter
-    from torch.distributed.checkpoint.hf_storage import (
-        HuggingFaceStorageReader as HuggingFaceStorageReader,
-    )
-    from torch.distributed.checkpoint.hf_storage import (
-        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
-    )
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
-    from torch.distributed.checkpoint.metadata import Metadata as Metadata
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
-    from torch.distributed.checkpoint.optimizer import (
-        load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
-    )
-    from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
-    from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
-    from torch.distributed.checkpoint.planner import ReadItem as ReadItem
-    from torch.distributed.checkpoint.planner import SavePlan as SavePlan
-    from torch.distributed.checkpoint.planner import SavePlanner as SavePlanner
-    from torch.distributed.checkpoint.planner import WriteItem as WriteItem
-    from torch.distributed.checkpoint.quantized_hf_storage import (
-        QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
-    )
-    from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager as BlockingAsyncStager
-    from torch.distributed.checkpoint.stateful import Stateful as Stateful
-    from torch.distributed.checkpoint.storage import StorageReader as StorageReader
-    from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
-
-    from ray_dcp.asynchronous import SaveHandle as SaveHandle
-    from ray_dcp.asynchronous import SaveProgress as SaveProgress
-    from ray_dcp.asynchronous import SaveReport as SaveReport
-    from ray_dcp.asynchronous import async_save as async_save
-    from ray_dcp.averaging import AverageReport as AverageReport
-    from ray_dcp.averaging import average as average
-    from ray_dcp.conversion import dcp_to_safetensors as dcp_to_safetensors
-    from ray_dcp.conversion import dcp_to_torch_save as dcp_to_torch_save
-    from ray_dcp.conversion import read_state_dict as read_state_dict
-    from ray_dcp.conversion import torch_save_to_dcp as torch_save_to_dcp
-    from ray_dcp.errors import *  # noqa: F403 - its `__all__` says which
-    from ray_dcp.exporting import copy as copy
-    from ray_dcp.exporting import export as export
-    from ray_dcp.exporting import import_checkpoint as import_checkpoint
-    from ray_dcp.fsspec_filesystem import FsspecReader as FsspecReader
-    from ray_dcp.fsspec_filesystem import FsspecWriter as FsspecWriter
-    from ray_dcp.loading import load as load
-    from ray_dcp.loading import load_newest as load_newest
-    from ray_dcp.loading import load_state_dict as load_state_dict
-    from ray_dcp.manager.following import FollowedStep as FollowedStep
-    from ray_dcp.manager.following import follow as follow
-    from ray_dcp.manager.following import record_metrics as record_metrics
-    from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
-    from ray_dcp.options import LoadOptions as LoadOptions
-    from ray_dcp.options import SaveOptions as SaveOptions
-    from ray_dcp.protocol import CheckpointableTensor as CheckpointableTensor
-    from ray_dcp.runtime.discovery import connect as connect
-    from ray_dcp.runtime.garbage_collection import collect as collect
-    from ray_dcp.runtime.garbage_collection import delete as delete
-    from ray_dcp.runtime.session import Session as Session
-    from ray_dcp.runtime.standing import CollectReport as CollectReport
-    from ray_dcp.runtime.standing import write_metadata as write_metadata
-    from ray_dcp.runtime.tasks import outcome as outcome
-    from ray_dcp.runtime.worker_group import WorkerGroup as WorkerGroup
-    from ray_dcp.saving import save as save
-    from ray_dcp.saving import save_state_dict as save_state_dict
-    from ray_dcp.saving import warm_up as warm_up
-    from ray_dcp.stage.orders import StagerOptions as StagerOptions
-    from ray_dcp.store.location import Location as Location
-    from ray_dcp.torch_adapter.results import LoadReport as LoadReport
-    from ray_dcp.torch_adapter.state import PerRank as PerRank
-    from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
-    from ray_dcp.view.progress import Progress as Progress
-    from ray_dcp.view.run_view import RunView as RunView
-    from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
-    from ray_dcp.view.run_view import open_checkpoint as open_checkpoint
-    from ray_dcp.view.run_view import open_run as open_run
-    from ray_dcp.view.verify import verify as verify
-
 _TORCH = "torch.distributed.checkpoint"
 
-# Public names by the module that defines them. `__all__` and `__getattr__` both read this table.
-_HOMES = {
+# Public names by the module that defines them, as the stub for type checkers lists them.
+_HOMES = dict.fromkeys(errors.__all__, "ray_dcp.errors") | {
     name: home
-    for home, names in {
-        "ray_dcp.asynchronous": ("SaveHandle", "SaveProgress", "SaveReport", "async_save"),
-        "ray_dcp.averaging": ("AverageReport", "average"),
-        "ray_dcp.conversion": (
-            "dcp_to_safetensors",
-            "dcp_to_torch_save",
-            "read_state_dict",
-            "torch_save_to_dcp",
-        ),
-        "ray_dcp.errors": errors.__all__,
-        "ray_dcp.exporting": ("copy", "export", "import_checkpoint"),
-        "ray_dcp.loading": ("load", "load_newest", "load_state_dict"),
-        "ray_dcp.manager.following": ("FollowedStep", "follow", "record_metrics"),
-        "ray_dcp.manager.manager": ("CheckpointManager",),
-        "ray_dcp.options": ("LoadOptions", "SaveOptions"),
-        "ray_dcp.runtime.discovery": ("connect",),
-        "ray_dcp.runtime.garbage_collection": ("collect", "delete"),
-        "ray_dcp.runtime.standing": ("CollectReport", "write_metadata"),
-        "ray_dcp.runtime.session": ("Session",),
-        "ray_dcp.runtime.tasks": ("outcome",),
-        "ray_dcp.runtime.worker_group": ("WorkerGroup",),
-        "ray_dcp.saving": ("save", "save_state_dict", "warm_up"),
-        "ray_dcp.stage.orders": ("StagerOptions",),
-        "ray_dcp.store.location": ("Location",),
-        "ray_dcp.torch_adapter.results": ("LoadReport",),
-        "ray_dcp.torch_adapter.state": ("PerRank",),
-        "ray_dcp.view.checkpoint_view": ("CheckpointView",),
-        "ray_dcp.view.progress": ("Progress",),
-        "ray_dcp.view.run_view": ("RunView", "open", "open_checkpoint", "open_run"),
-        "ray_dcp.view.verify": ("verify",),
-        # Torch's own classes, not copies: plug-ins subclass them, and `isinstance` must agree.
-        _TORCH: (
-            "BytesStorageMetadata", "CheckpointException", "ChunkStorageMetadata",
-            "DefaultLoadPlanner", "DefaultSavePlanner", "FileSystemReader", "FileSystemWriter",
-            "HuggingFaceStorageReader", "HuggingFaceStorageWriter", "LoadPlan", "LoadPlanner",
-            "Metadata", "QuantizedHuggingFaceStorageReader", "ReadItem", "SavePlan",
-            "SavePlanner", "StorageReader", "StorageWriter", "TensorStorageMetadata",
-            "WriteItem", "load_sharded_optimizer_state_dict",
-        ),
-        f"{_TORCH}.staging": ("AsyncStager", "BlockingAsyncStager"),
-        f"{_TORCH}.stateful": ("Stateful",),
-        "ray_dcp.fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
-        "ray_dcp.protocol": ("CheckpointableTensor",),
-    }.items()
-    for name in names
-}  # fmt: skip
+    for home, names in re.findall(
+        r"^from (\S+) import ((?:\([^)]*\)|.*))",
+        (get_data(__name__, "__init__.pyi") or b"").decode(),
+        re.M,
+    )
+    for name in re.findall(r"(\w+) as \1", names)
+    if name != "__version__"
+}
 
 __all__ = sorted(_HOMES)
 
 
 # DCP's submodules, importable as `ray_dcp.X` too, so that only the first line of a script changes.
-# Type checkers and editors, which don't run the finder below, read `X.py`.
+# Type checkers and editors, which don't run the finder below, read `X.py`:
+# from a stub without a source they would warn.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
@@ -221,7 +99,6 @@ class _Alias(MetaPathFinder, Loader):
 
 
 if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):
-    # Why first: the files `X.py` are for type checkers.
     sys.meta_path.insert(0, _Alias())
 
 

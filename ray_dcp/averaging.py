@@ -32,8 +32,9 @@ import numpy.typing as npt
 from ray_dcp import events
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, as_numbers
-from ray_dcp.core.values import Columns, padded
+from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -442,34 +443,25 @@ class _Items:
     @property
     def columns(self) -> Columns:
         """One row for each box."""
-        plan, boxes = self._plan, self._boxes
-        view, table = plan.views[-1], plan.views[-1].checkpoint.table
+        plan, view = self._plan, self._plan.views[-1]
+        table, builder = view.checkpoint.table, ColumnsBuilder()
         row_of = {name: row for row, name in enumerate(table.names)}
-        names = tuple(dict.fromkeys(box.name for box in boxes))
-        rows = np.array([row_of[name] for name in names], np.int64)
-        name = {one: index for index, one in enumerate(names)}
-        dtypes = tuple(dict.fromkeys(plan.dtypes[one] for one in names if one in plan.dtypes))
-        code = [dtypes.index(plan.dtypes[one]) if one in plan.dtypes else -1 for one in names]
-        index = np.array([name[box.name] for box in boxes], np.int32)
-        infos = [view.tensors.get(box.name) for box in boxes]
-        shapes = [() if info is None else info.shape for info in infos]
-        width = max((1, *map(len, shapes)))
-        return Columns(
-            names=names,
-            paths=tuple(table.paths[row] for row in rows),
-            dtypes=dtypes,
-            name=index,
-            kind=table.kind[rows][index],
-            dtype=np.array(code, np.int8)[index],
-            ndim=np.array([len(shape) for shape in shapes], np.int8),
-            shape=padded(shapes, width, 1),
-            offset=padded([box.offset for box in boxes], width, 0),
-            size=padded([box.size for box in boxes], width, 1),
-            requires_grad=table.requires_grad[rows][index],
-            splittable=np.zeros(len(boxes), np.bool_),
-            settled=np.zeros(len(boxes), np.int8),
-            value=np.zeros(len(boxes), np.uint64),
-        )
+        for box in self._boxes:
+            row, info = row_of[box.name], view.tensors.get(box.name)
+            if info is None:
+                builder.object(box.name, path=table.paths[row])
+                continue
+            builder.tensor(
+                box.name,
+                plan.dtypes[box.name],
+                info.shape,
+                offset=box.offset,
+                size=box.size,
+                path=table.paths[row],
+                opaque=bool(table.kind[row] == Kind.OPAQUE),
+                requires_grad=bool(table.requires_grad[row]),
+            )
+        return builder.build()
 
     def source(self, row: int) -> memoryview:
         """Returns the bytes of a box of a tensor."""

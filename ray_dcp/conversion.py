@@ -33,11 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
 from ray_dcp.core.values import Kind, NamePath
-from ray_dcp.errors import (
-    InvalidRequestError,
-    StateDictError,
-    UnsupportedValueError,
-)
+from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
 from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
 from ray_dcp.io.plain_files import INDEX_NAME, plain_files
@@ -46,13 +42,11 @@ from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.saving import CheckpointId, save, text_of
+from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
-from ray_dcp.torch_adapter.objects import (
-    load_object,
-    load_torch_file,
-)
+from ray_dcp.torch_adapter.objects import load_object, load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.targets import first_chunks
@@ -708,14 +702,9 @@ def _published(path: str | os.PathLike[str]) -> Iterator[str]:
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
         yield os.fspath(temporary)
-        for place, flags in ((temporary, os.O_RDWR), (final.parent, os.O_RDONLY)):
-            if place != temporary:
-                temporary.replace(final)
-            descriptor = os.open(place, flags)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        publish(os.fspath(temporary), os.fspath(final), create=False, sync=True)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, UnsafeCheckpointError
+from ray_dcp.errors import InvalidRequestError, UnsafeCheckpointError
+from ray_dcp.format import damaged
 
 _MAX_KEY_CHARS = 4096
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -90,10 +91,7 @@ def check_attempt(attempt: str) -> str:
             begins with a dot or dash, is empty or longer than 128 characters.
     """
     if _ATTEMPT.fullmatch(attempt) is None:
-        raise DamagedCheckpointError(
-            "Expected an attempt of 1 to 128 letters, digits, '.', '_' and '-', "
-            f"found {attempt[:200]!r}; load an earlier step"
-        )
+        raise damaged("an attempt of 1 to 128 letters, digits, '.', '_', '-'", repr(attempt[:200]))
     return attempt
 
 

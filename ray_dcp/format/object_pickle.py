@@ -454,14 +454,9 @@ def _member(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
     return cls.__members__[name]
 
 
-def _sequence(cls: Any, args: tuple[Any, ...]) -> Any:
-    need(len(args) <= 1 and all(isinstance(arg, (list, tuple)) for arg in args))
-    return cls(*args)
-
-
 def _set_of(cls: Any) -> Build:
     def build(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
-        need(len(args) <= 1 and all(isinstance(arg, (list, tuple, set)) for arg in args))
+        need(len(args) <= 1 and all(type(arg) in (list, tuple, set) for arg in args))
         return cls(map(machine._hashable, args[0])) if args else cls()
 
     return build
@@ -521,30 +516,17 @@ def _bytes_of(cls: Any) -> Build:
     return build
 
 
-def _date(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.date:
-    (raw,) = args
-    need(type(raw) is bytes and len(raw) == 4)
-    return datetime.date(raw[0] * 256 + raw[1], raw[2], raw[3])
+def _moment(cls: Any, num_bytes: int) -> Build:
+    """Returns a builder of dates or times from the packed bytes of their pickled form."""
 
+    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        raw, *zone = args
+        need(type(raw) is bytes and len(raw) == num_bytes)
+        need(len(zone) <= 1 and all(type(one) is datetime.timezone for one in zone))
+        # Careful: from bytes, a month is checked and nothing else. `replace` checks each field.
+        return cls(raw, *zone).replace()
 
-def _datetime(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.datetime:
-    raw, *zone = args
-    need(type(raw) is bytes and len(raw) == 10)
-    fold, month = divmod(raw[2], 128)
-    day = raw[0] * 256 + raw[1], month, raw[3]
-    return datetime.datetime(*day, *_clock(raw[4:], zone), fold=fold)
-
-
-def _time(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.time:
-    raw, *zone = args
-    need(type(raw) is bytes and len(raw) == 6)
-    fold, hour = divmod(raw[0], 128)
-    return datetime.time(*_clock(bytes([hour]) + raw[1:], zone), fold=fold)
-
-
-def _clock(raw: bytes, zone: list[Any]) -> tuple[Any, ...]:
-    need(len(zone) <= 1 and all(type(one) is datetime.timezone for one in zone))
-    return (*raw[:3], int.from_bytes(raw[3:], "big"), zone[0] if zone else None)
+    return build
 
 
 def _timezone(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.timezone:
@@ -638,20 +620,20 @@ PYTHON: dict[str, Known] = {
     "builtins.frozenset": Known(frozenset, _set_of(frozenset)),
     "builtins.getattr": Known(None, _member),
     "builtins.int": Known(int, _made_of(int, _NUMBERS, 2)),
-    "builtins.list": Known(list, lambda _, args: _sequence(list, args)),
+    "builtins.list": Known(list, _made_of(list, (list, tuple), 1)),
     "builtins.object": Known(object, _made_of(object, (), 0)),
     "builtins.range": Known(range, _made_of(range, _BOUNDS, 3, 1)),
     "builtins.set": Known(set, _set_of(set)),
     "builtins.slice": Known(slice, _made_of(slice, _BOUNDS, 3, 1)),
     "builtins.str": Known(str, _made_of(str, (str,), 1)),
-    "builtins.tuple": Known(tuple, lambda _, args: _sequence(tuple, args)),
+    "builtins.tuple": Known(tuple, _made_of(tuple, (list, tuple), 1)),
     "collections.Counter": Known(collections.Counter, _mapping_of(collections.Counter)),
     "collections.OrderedDict": Known(collections.OrderedDict, _mapping_of(collections.OrderedDict)),
     "collections.defaultdict": Known(collections.defaultdict, _default_dict),
     "collections.deque": Known(collections.deque, _deque),
-    "datetime.date": Known(datetime.date, _date),
-    "datetime.datetime": Known(datetime.datetime, _datetime),
-    "datetime.time": Known(datetime.time, _time),
+    "datetime.date": Known(datetime.date, _moment(datetime.date, 4)),
+    "datetime.datetime": Known(datetime.datetime, _moment(datetime.datetime, 10)),
+    "datetime.time": Known(datetime.time, _moment(datetime.time, 6)),
     "datetime.timedelta": Known(datetime.timedelta, _made_of(datetime.timedelta, _BOUNDS, 3, 1)),
     "datetime.timezone": Known(datetime.timezone, _timezone),
     "decimal.Decimal": Known(decimal.Decimal, _made_of(decimal.Decimal, (str,), 1, 1)),
@@ -704,7 +686,7 @@ def _finished_dtype(machine: ObjectMachine, code: str, state: Any) -> np.dtype[A
     elif names is not None:
         made = _record_of(machine, names, fields, length, flags)
     elif len(state) == 9:
-        made = _moment_of(code, state[8])
+        made = _time_dtype(code, state[8])
     else:
         made = np.dtype(code)
     if made.names is None and order in ("<", ">"):
@@ -746,7 +728,7 @@ def _record_of(machine: ObjectMachine, names: Any, fields: Any, length: int, fla
     return np.dtype(described, align=bool(flags & _ALIGNED))
 
 
-def _moment_of(code: str, metadata: Any) -> Any:
+def _time_dtype(code: str, metadata: Any) -> Any:
     """Returns the dtype of a date or duration; `({}, (unit, number, 1, 1))` has its unit."""
     more, (unit, number, *rest) = metadata
     text = unit.decode() if type(unit) is bytes else unit
@@ -871,12 +853,7 @@ _BIT_GENERATORS: dict[str, Any] = {
 
 def _class_of(value: Any) -> Any:
     """Returns the class of a bit generator that a pickle names by text or as a class."""
-    name = (
-        value
-        if type(value) is str
-        else next((name for name, cls in _BIT_GENERATORS.items() if cls is value), "")
-    )
-    return _BIT_GENERATORS[name]
+    return next(cls for name, cls in _BIT_GENERATORS.items() if value is cls or value == name)
 
 
 def _bit_generator(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:

@@ -384,9 +384,6 @@ def uneven_rows(
     head, part, tail = heads.shape[1], parts.shape[1], tails.shape[1]
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(head + counts * part + tail, out=starts[1:])
-    if len(counts) and int(counts.min()) == int(counts.max()):
-        middle = parts.reshape(len(counts), -1)
-        return np.concatenate([heads, middle, tails], axis=1).tobytes(), starts
     result = np.empty(int(starts[-1]), dtype=np.uint8)
     first = np.cumsum(counts) - counts
     place = starts[:-1] + head - first * part

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
+from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format import damaged
 from ray_dcp.format.names import is_unicode
 from ray_dcp.format.torch_items import NeedMoreBytes
@@ -110,13 +110,12 @@ def header(
     """Returns the bytes before the data; their length is a multiple of 4,096.
 
     Args:
-        entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
+        entries: `(name, dtype, size, begin, end)`, as `packed` returns them.
         metadata: The `__metadata__` of the file.
 
     Raises:
         UnsupportedValueError: A dtype is not in `ALL_CODES`, a name is reserved, or the header
             would be longer than other readers accept.
-        InternalError: The entries leave gaps or overlap, or a name occurs twice.
 
     Examples:
         >>> data = header([("w", "float32", (2, 3), 0, 24)])
@@ -124,7 +123,6 @@ def header(
         (4096, (2, 3))
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
     for name, dtype, size, begin, end in entries:
         if name == "__metadata__":
             raise UnsupportedValueError(
@@ -139,14 +137,7 @@ def header(
                 f"{dtype}; leave it out",
                 key=name,
             )
-        if begin != position or end != begin + prod(size) * ITEMSIZE[dtype] or name in fields:
-            raise InternalError(
-                f"Expected tensors packed one after the other and each name once, found bytes "
-                f"{begin} to {end} after byte {position}",
-                key=name,
-            )
         fields[name] = {"dtype": code, "shape": list(size), "data_offsets": [begin, end]}
-        position = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
@@ -171,12 +162,12 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
         DamagedCheckpointError: The data is no safetensors header, or contradicts itself.
     """
     if len(data) < 8:
-        raise NeedMoreBytes("A safetensors file begins with 8 bytes", num_bytes=8)
+        raise NeedMoreBytes(8)
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= MAX_HEADER_BYTES or (file_bytes is not None and length + 8 > file_bytes):
         raise _damaged("the length of the header", f"{length} bytes")
     if len(data) < 8 + length:
-        raise NeedMoreBytes(f"The header has {length} bytes", num_bytes=8 + length)
+        raise NeedMoreBytes(8 + length)
     fields = _object(bytes(data[8 : 8 + length]), "a JSON object")
     metadata = _texts(fields.pop("__metadata__", {}))
     entries = sorted((_entry(*item) for item in fields.items()), key=lambda e: (e.begin, e.end))

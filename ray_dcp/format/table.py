@@ -5,13 +5,13 @@ The file `chunks.<attempt>.table` has the rows, one per chunk, in groups, and at
 of a plan is in the manifest: the attempt in file names, and the places of deferred items, whose
 length is known only once they are written. `with_places` adds them.
 
-    | group 0 | checksums | group 1 | checksums | ... | record: tensors, index |
-                                                      ^ `end_of`
+    | group 0 | group 1 | ... | record: tensors, index |
+                              ^ `end_of`
 
 **Groups.** A group has the chunks of several whole files, in file order: tensor, box, place. It is
-one packed frame, followed by the block checksums if the data files have no room for them. A reader
-reads the end of the file, and then only the groups with chunks of the boxes that it needs. The
-manifest has the digest of the end, the index has the digests of the groups.
+one packed frame; the block checksums are at the ends of the data files. A reader reads the end of
+the file, and then only the groups with chunks of the boxes that it needs. The manifest has the
+digest of the end, the index has the digests of the groups.
 
 **The index** (`TableIndex`) has, for each group and each tensor with chunks in it, the bounding box
 of these chunks.
@@ -30,8 +30,9 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ray_dcp.core.checksums import CHECK_BYTES, DIGEST_BYTES, digest_bytes, num_blocks_many
+from ray_dcp.core.checksums import DIGEST_BYTES, digest_bytes, num_blocks_many
 from ray_dcp.core.columns import int_keys
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
@@ -73,7 +74,6 @@ class TableIndex:
     Attributes:
         first_row: int64[g + 1], the first row of each group, and the number of rows.
         first_deferred: int64[g + 1], number of deferred chunks before each group, and in total.
-        first_check: int64[g + 1], the same for the checksums that the table contains.
         start: int64[g + 1], the first byte of each group, and the end of the last one.
         digests: Digest of the bytes of each group.
         group: int32[b], the group of each bounding box, ascending within a tensor.
@@ -82,7 +82,6 @@ class TableIndex:
 
     first_row: Int64Array
     first_deferred: Int64Array
-    first_check: Int64Array
     start: Int64Array
     digests: tuple[bytes, ...]
     group: Int32Array
@@ -112,7 +111,7 @@ class TableIndex:
 
 
 def encode_table(table: ChunkTable) -> bytes:
-    """Encodes a chunk table; `decode_table` returns an equal one.
+    """Encodes a chunk table without checksums; `decode_table` returns an equal one.
 
     Args:
         table: A chunk table whose chunks are in file order.
@@ -121,7 +120,7 @@ def encode_table(table: ChunkTable) -> bytes:
         DamagedCheckpointError: The table contradicts itself, and could not be read back.
 
     Complexity:
-        O(chunks + checksums), about 0.5 us per chunk.
+        O(chunks), about 0.5 us per chunk.
     """
     check_table(table)
     if (np.diff(table.file) < 0).any():
@@ -146,7 +145,7 @@ def encode_table(table: ChunkTable) -> bytes:
     index = [
         bounds,
         offsets_of((table.payload_offset < 0).astype(np.int64))[bounds],
-        table.check_start[bounds],
+        np.zeros_like(bounds),  # number of checksums in the table before each group
         offsets_of(np.array(list(map(len, groups)), dtype=np.int64)),
     ]
     frames = [
@@ -163,7 +162,7 @@ def decode_table(data: bytes) -> ChunkTable:
 
     The caller compares the digest of `data` with the manifest first. This function checks that the
     table can be used: counts before anything is allocated, boxes inside their tensors, indices in
-    range, checksums for every block, and the index.
+    range, and the index.
 
     Raises:
         DamagedCheckpointError: The bytes are no chunk table, or one that contradicts itself.
@@ -171,7 +170,7 @@ def decode_table(data: bytes) -> ChunkTable:
         CheckpointError: The format has another version.
 
     Complexity:
-        O(chunks + checksums), about 1 us per chunk.
+        O(chunks), about 1 us per chunk.
     """
     start = _start_of_end(data)
     found = GroupedTable(data[start:], len(data))
@@ -254,11 +253,6 @@ class GroupedTable:
         """Number of chunks in all groups."""
         return int(self.index.first_row[-1])
 
-    def span(self, group: int) -> tuple[int, int]:
-        """Returns the first byte of a group, and the end of its last byte, exclusive."""
-        low, high = self.index.start[group : group + 2].tolist()
-        return low, high
-
     def chunks(self, groups: Mapping[int, bytes | memoryview]) -> ChunkTable:
         """Returns the table with the chunks of the given groups.
 
@@ -272,14 +266,14 @@ class GroupedTable:
         found = [self._group(group, data) for group, data in groups.items()]
         if not found:
             return self.tensors
-        starts = [one.check_start[1:] - one.check_start[:-1] for one in found]
         rows: dict[str, Any] = {
-            name: np.concatenate([getattr(one, name) for one in found])
-            for name in ("tensor", "offset", "size", "file", *_PLACES, "checks")
+            name: np.concatenate([one[name] for one in found]) for name in found[0]
         }
-        return replace(self.tensors, **rows, check_start=offsets_of(np.concatenate(starts)))
+        check_start = np.zeros(len(rows["tensor"]) + 1, dtype=np.int64)
+        return replace(self.tensors, **rows, check_start=check_start)
 
-    def _group(self, group: int, data: bytes | memoryview) -> ChunkTable:
+    def _group(self, group: int, data: bytes | memoryview) -> dict[str, npt.NDArray[Any]]:
+        """Returns the columns of the chunks of a group."""
         index = self.index
         if digest_bytes(data) != index.digests[group]:
             raise damaged(f"the rows of group {group} that its index names", "other bytes")
@@ -287,34 +281,23 @@ class GroupedTable:
         files = np.searchsorted(self._first_row_of_file, [low, high])
         runs = self._runs[files[0] : files[1]]
         width = self.tensors.shape.shape[1]
-        num_checks = int(index.first_check[group + 1] - index.first_check[group])
-        end = len(data) - CHECK_BYTES * num_checks
         dtypes = [np.int32, *[np.int64] * (2 * width + len(_PLACES))]
         try:
-            tensor, *columns = unpack(data[: max(end, 0)], dtypes, runs)
-            checks = np.frombuffer(data[max(end, 0) :], "<u8").astype(np.uint64)
+            tensor, *columns = unpack(data, dtypes, runs)
         except ValueError as error:
             raise _no_table(error) from error
-        places: dict[str, Any] = dict(zip(_PLACES, columns[2 * width :], strict=True))
+        places = dict(zip(_PLACES, columns[2 * width :], strict=True))
         late = int(index.first_deferred[group + 1] - index.first_deferred[group])
         if int((places["payload_offset"] < 0).sum()) != late:
             # Why for each group: the sum over several may be right while places would be mixed up.
             raise damaged(f"{late} deferred chunks in group {group}", "another number")
-        blocks = np.zeros(len(tensor), dtype=np.int64)
-        if num_checks:
-            blocks = num_blocks_many(places["payload_bytes"], places["block_bytes"])
-        if int(blocks.sum()) != len(checks) or (blocks < 0).any():
-            raise damaged(f"{num_checks} checksums in group {group}, one a block", "others")
-        return replace(
-            self.tensors,
-            tensor=tensor,
-            offset=_stacked(columns[:width], len(tensor)),
-            size=_stacked(columns[width : 2 * width], len(tensor)),
-            file=np.repeat(np.arange(*files, dtype=np.int32), runs),
-            check_start=offsets_of(blocks),
-            checks=checks,
+        return {
+            "tensor": tensor,
+            "offset": _stacked(columns[:width], len(tensor)),
+            "size": _stacked(columns[width : 2 * width], len(tensor)),
+            "file": np.repeat(np.arange(*files, dtype=np.int32), runs),
             **places,
-        )
+        }
 
 
 def _run(count: int) -> Int64Array:
@@ -334,9 +317,7 @@ def _encode_group(table: ChunkTable, low: int, high: int) -> bytes:
     _, runs = np.unique(table.file[mine], return_counts=True)
     columns = [table.tensor, *table.offset.T, *table.size.T]
     columns += [getattr(table, name) for name in _PLACES]
-    first, last = table.check_start[[low, high]].tolist()
-    checks = np.ascontiguousarray(table.checks[first:last], "<u8")
-    return pack([column[mine] for column in columns], runs) + checks.tobytes()
+    return pack([column[mine] for column in columns], runs)
 
 
 def _boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, TensorBoxes]:
@@ -434,6 +415,7 @@ def _index(
         len(digests) == count * DIGEST_BYTES
         # Why not by differences: they may overflow.
         and all(int(row[0]) == 0 and (row[1:] >= row[:-1]).all() for row in rows)
+        and not rows[2].any()
         and ((group >= 0) & (group < count)).all()
         and ((tensor >= 0) & (tensor < table.num_tensors)).all()
         and (offset >= 0).all()
@@ -441,12 +423,10 @@ def _index(
     )
     if not fits:
         raise damaged("an index that fits its table", "another")
-    first_row, first_deferred, first_check, start = rows
     return TableIndex(
-        first_row=first_row,
-        first_deferred=first_deferred,
-        first_check=first_check,
-        start=start,
+        first_row=rows[0],
+        first_deferred=rows[1],
+        start=rows[3],
         digests=tuple(
             digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
         ),
@@ -545,8 +525,6 @@ def with_places(
     counts = num_blocks_many(whole.payload_bytes, whole.block_bytes)
     if int(counts.max(initial=0)) > MOST_CHECKS or int(counts.sum()) > MOST_CHECKS:
         raise damaged(f"at most {MOST_CHECKS} checksums", "more")
-    if len(table.checks):
-        raise damaged("no checksums beside those that its files end with", f"{len(table.checks)}")
     check_start = offsets_of(counts)
     # Why zeros: the system allocates memory only once it is written to.
     checks = np.zeros(int(check_start[-1]), np.uint64)
@@ -581,22 +559,13 @@ _COLUMNS_OF_PLACES = {
 """Columns of a chunk table, with the column of `places` that fills them for deferred chunks."""
 
 
-def starts_of_files(table: ChunkTable) -> Int64Array:
-    """Returns where the chunks of each file begin, and the number of chunks: int64[f + 1].
-
-    Args:
-        table: A chunk table whose chunks are in file order.
-    """
-    return np.searchsorted(table.file, np.arange(len(table.files) + 1)).astype(np.int64)
-
-
 _MAX_VOLUME = float(1 << 62)
 
 
 def check_table(table: ChunkTable, *, files: bool = True) -> None:
-    """Checks a table's lengths, indices, boxes, places and numbers of checksums.
+    """Checks a table's lengths, indices, boxes and places.
 
-    A planned table passes too: it may lack all checksums and the places of deferred chunks.
+    A planned table passes too: it may lack the places of deferred chunks.
 
     Args:
         table: The table; not changed.
@@ -613,7 +582,6 @@ def check_table(table: ChunkTable, *, files: bool = True) -> None:
     _check_tensors(table)
     _check_chunks(table)
     _check_places(table)
-    _check_checksums(table)
 
 
 def volumes(size: Int64Array) -> Int64Array:
@@ -702,22 +670,7 @@ def _check_places(table: ChunkTable) -> None:
     expected = volumes(table.size) * itemsizes[table.dtype[table.tensor]]
     fits = ~plain | (table.payload_bytes == expected)
     _require_chunk(table, "as many raw bytes as its box", fits)
-
-
-def _check_checksums(table: ChunkTable) -> None:
-    starts = table.check_start
-    if (
-        len(starts) != table.num_chunks + 1
-        or int(starts[0]) != 0
-        or int(starts[-1]) != len(table.checks)
-    ):
-        raise damaged(f"{len(table.checks)} checksums over all chunks", "another sum")
     _require_chunk(table, "blocks of 0 or more bytes", table.block_bytes >= 0)
-    if len(table.checks):
-        expected = num_blocks_many(table.payload_bytes, table.block_bytes)
-        _require_chunk(table, "a checksum for every block", np.diff(starts) == expected)
-    elif starts.any():
-        raise damaged("no checksums", "some")
 
 
 def _require(table: ChunkTable, expected: str, fits: BoolArray) -> None:

@@ -18,9 +18,14 @@ describes. Nothing is imported or called, and only tuples of numbers are built.
 could expand to any number of bytes. torch itself never compresses, so the end of an item must be
 the directory of a zip that holds it uncompressed. `view.verify` checks the CRCs.
 
+**Unpacking** (`unpacked_item`) undoes the stream transform that stock DCP can apply to an item:
+zstd compression. `.metadata` names the transforms of each item. DCP's other transforms are plug-ins
+of users, which only DCP's own reader calls.
+
 Source: torch/serialization.py `_save`, `_load`; torch/_utils.py `_rebuild_tensor_v2`,
 `_rebuild_tensor_v3`; caffe2/serialize/inline_container.cc; APPNOTE.TXT 4.3 (zip), 4.5.3 (zip64);
-PEP 307 (pickle protocol 2).
+PEP 307 (pickle protocol 2);
+torch/distributed/checkpoint/_extension.py `ZStandard`; RFC 8878 3.1 (zstd frames).
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow
 
 from ray_dcp.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, STORAGE_OF_DTYPE, itemsize_of
 from ray_dcp.core.values import Int64Array, group_rows
@@ -48,6 +54,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format import damaged
 from ray_dcp.format.safe_pickle import Global, PickleMachine, pickled_int, pickled_tuple
+
+pa: Any = pyarrow
 
 _MAX_NDIM = 64
 
@@ -230,17 +238,12 @@ class NeedMoreBytes(CheckpointError):
     """The head of an item is too short to find its tensor: more bytes must be read.
 
     Args:
-        message: See `CheckpointError`.
         num_bytes: Length of the head to read for the next try, from the start of the item.
-        fields: See `CheckpointError`.
     """
 
-    def __init__(self, message: str, *, num_bytes: int = 0, **fields: Any) -> None:
-        super().__init__(message, **fields)
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"the first {num_bytes} bytes are needed")
         self.num_bytes = num_bytes
-
-    def _fields(self) -> dict[str, Any]:
-        return {**super()._fields(), "num_bytes": self.num_bytes}
 
 
 def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> TensorItem:
@@ -280,10 +283,7 @@ def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> T
         elif name == "byteorder" and walk.head[record.start : end] != b"little":
             raise NotPlainTensor("The item holds big-endian data, which only torch.load swaps")
         walk.finish_record(record, end)
-    raise DamagedCheckpointError(
-        f"Expected the tensor's data in the first {_MAX_RECORDS} records of the item, found none; "
-        "load an earlier step"
-    )
+    raise damaged(f"the tensor's data in the first {_MAX_RECORDS} records of the item", "none")
 
 
 def _described(pickled: bytes) -> TensorItem:
@@ -321,10 +321,7 @@ class _Walk:
         if end > _MAX_HEAD_BYTES:
             raise NotPlainTensor("The item has more before its tensor than a plain one has")
         wanted = min(max(end, 2 * len(self.head), 1024), self.item_bytes, _MAX_HEAD_BYTES)
-        raise NeedMoreBytes(
-            f"The first {len(self.head)} bytes of the item do not reach its tensor; read {wanted}",
-            num_bytes=wanted,
-        )
+        raise NeedMoreBytes(wanted)
 
     def next_record(self) -> _Record:
         start = self.pos + _LOCAL.size
@@ -453,22 +450,19 @@ def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
     return Frame(bytes(header), footer)
 
 
-def frame_bytes_many(
+def frames_of(
     dtypes: Sequence[str],
     dtype: npt.NDArray[np.integer],
     ndim: npt.NDArray[np.integer],
     size: Int64Array,
-) -> tuple[Int64Array, Int64Array]:
-    """Returns the lengths of the frames of many tensors.
+) -> tuple[list[Frame], Int64Array]:
+    """Returns the distinct frames of many tensors, and the index of each tensor's frame: int64[n].
 
     Args:
         dtypes: Vocabulary of dtype names.
         dtype: int[n], index into `dtypes`.
         ndim: int[n].
         size: int64[n, D], shapes padded with 1.
-
-    Returns:
-        Lengths of the headers and of the footers, int64[n] each.
 
     Raises:
         UnsupportedValueError: A dtype can't be stored as raw bytes.
@@ -477,15 +471,13 @@ def frame_bytes_many(
     Complexity:
         O(n * D) in numpy, and one `torch_save_frame` for each distinct tensor.
     """
-    first, group = group_rows([dtype, ndim, *size.T])
+    first, frame = group_rows([dtype, ndim, *size.T])
     columns = (dtype[first].tolist(), ndim[first].tolist(), size[first].tolist())
-    frames = [
+    distinct = [
         torch_save_frame(dtypes[code], tuple(lengths[:count]))
         for code, count, lengths in zip(*columns, strict=True)
     ]
-    header = np.array([len(frame.header) for frame in frames], dtype=np.int64)
-    footer = np.array([len(frame.footer) for frame in frames], dtype=np.int64)
-    return header[group], footer[group]
+    return distinct, frame
 
 
 def _checked_volume(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:
@@ -665,3 +657,76 @@ def _long(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
             length, stored, place = (next(wide) if v == _FULL32 else v for v in values)
             return length, stored, place
     raise damaged("the length of a large record in its zip64 field", "none")
+
+
+MAX_OBJECT_BYTES = 4 << 30
+"""Longest object that is decompressed. Why: a few bytes can expand to any number of bytes."""
+ZSTD = "stream.zstd/1"
+"""The one transform that is supported, by its name in `.metadata`."""
+_ITEM_STARTS = (b"PK", b"\x80")
+"""First bytes of a zip of `torch.save`, and of the bare pickles that it wrote before torch 1.6."""
+_MAX_LAYERS = 4
+_PIECE_BYTES = 1 << 20
+_WAY_OUT = (
+    "if it was saved with _extensions, load with "
+    "storage_reader=FileSystemReader(path, _extension_registry=...)"
+)
+
+
+def unpacked_item(
+    data: bytes | memoryview, transforms: Sequence[str], *, max_bytes: int = MAX_OBJECT_BYTES
+) -> bytes | memoryview:
+    """Returns an item with its transforms undone.
+
+    Args:
+        data: One whole item, as stored.
+        transforms: Names of its transforms, from `ForeignMetadata.transforms`; empty for none.
+        max_bytes: Longest item accepted.
+
+    Raises:
+        DamagedCheckpointError: A transform is unknown, or the item is damaged or longer than
+            `max_bytes`.
+    """
+    unknown = [name for name in transforms if name != ZSTD]
+    if unknown:
+        raise DamagedCheckpointError(
+            f"expected the stream transform {ZSTD}, found {unknown[0][:100]!r}, which only its "
+            f"own plug-in undoes; {_WAY_OUT}, else load an earlier step"
+        )
+    if len(transforms) > _MAX_LAYERS:
+        raise damaged(f"an item in at most {_MAX_LAYERS} layers of zstd", f"{len(transforms)}")
+    for _ in transforms:
+        data = _unpacked(data, max_bytes)
+    return data
+
+
+def check_plain(data: bytes | memoryview) -> None:
+    """Checks that an item begins like the items that `torch.save` writes.
+
+    Raises:
+        DamagedCheckpointError: The item begins differently.
+    """
+    if not bytes(data[:2]).startswith(_ITEM_STARTS):
+        raise DamagedCheckpointError(
+            f"expected an item of torch.save, found one that begins with "
+            f"{bytes(data[:4]).hex() or 'nothing'}; {_WAY_OUT}, else load an earlier step"
+        )
+
+
+def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
+    pieces: list[bytes] = []
+    num_bytes = 0
+    room = memoryview(bytearray(_PIECE_BYTES))
+    try:
+        with pa.CompressedInputStream(pa.py_buffer(data), "zstd") as stream:
+            # Why not `read`: pyarrow 26 leaks the memory of a piece that fails to decompress.
+            while count := stream.readinto(room):
+                pieces.append(bytes(room[:count]))
+                num_bytes += count
+                if num_bytes > max_bytes:
+                    break
+    except OSError as error:
+        raise damaged("an item compressed with zstd", str(error)) from error
+    if num_bytes > max_bytes:
+        raise damaged(f"an item of at most {max_bytes} bytes", "one that unpacks to more")
+    return b"".join(pieces)

@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -40,6 +40,7 @@ from ray_dcp.errors import (
     StorageError,
     UncommittedCheckpointError,
 )
+from ray_dcp.format import damaged
 from ray_dcp.format.manifest import (
     MAX_RECORD_BYTES,
     DeleteRecord,
@@ -61,12 +62,11 @@ from ray_dcp.format.table import (
     DeferredRows,
     GroupedTable,
     decode_table,
-    starts_of_files,
     with_places,
 )
 from ray_dcp.io.plain_files import plain_files, plain_table
 from ray_dcp.io.reader import Transforms
-from ray_dcp.io.records import Deciding, read_slots, used_slots
+from ray_dcp.io.records import Deciding, read_again, read_slots, used_slots
 from ray_dcp.io.threads import at_once, run_tasks, threads_for
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -167,7 +167,7 @@ class Checkpoint:
 
 _SHOWN = 6
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"\d+")
 
 
 def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNotFoundError:
@@ -195,21 +195,21 @@ def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNo
             f"with use_collectives=False, which only the same ranks can load; save it again with "
             f"collectives"
         )
-    folders = _checkpoint_folders(keys)
     if decides is not None and isinstance(decides.record, DeleteRecord):
         return CheckpointNotFoundError(
             f"expected a checkpoint in {storage.url}, but it was deleted"
             f"{_moment(decides.record.created_s)} ({record_key(decides.slot)} says so: "
-            f"{decides.record.reason}); load another one" + _hint(folders)
+            f"{decides.record.reason}); load another one" + _hint(keys)
         )
     if any(slot_of(key) is not None or key.endswith(".distcp") for key in here):
         return UncommittedCheckpointError(
             f"the save in {storage.url} never committed: there are {len(here)} files, but neither "
-            f"a committed manifest nor .metadata; load an earlier step" + _hint(folders)
+            f"a committed manifest nor .metadata; load an earlier step" + _hint(keys)
         )
     return CheckpointNotFoundError(
-        f"expected a checkpoint in {storage.url}, found {_content(keys)}"
-        + (_hint(folders) or "; check the path")
+        f"expected a checkpoint in {storage.url}, found "
+        + _shortened({key.partition("/")[0] + "/" * ("/" in key) for key in keys})
+        + (_hint(keys) or "; check the path")
     )
 
 
@@ -220,38 +220,25 @@ def _moment(created_s: float) -> str:
         return ""  # the stored value is not a time
 
 
-def _checkpoint_folders(keys: list[str]) -> list[str]:
-    folders = set()
-    for key in keys:
-        folder, _, name = key.rpartition("/")
-        if folder and (
-            name == ".metadata" or name.endswith(".safetensors") or slot_of(name) is not None
-        ):
-            folders.add(folder)
-    return sorted(folders, key=_natural)
+def _hint(keys: list[str]) -> str:
+    """Returns a text that names the folders below a place that look like checkpoints."""
+    parts = [key.rpartition("/") for key in keys]
+    folders = {
+        folder
+        for folder, _, name in parts
+        if name == ".metadata" or name.endswith(".safetensors") or slot_of(name) is not None
+    }
+    names = _shortened(folders - {""})
+    return f"; sub-folders that look like checkpoints: {names}: load one of them" if names else ""
 
 
-def _hint(folders: list[str]) -> str:
-    if not folders:
-        return ""
-    return f"; sub-folders that look like checkpoints: {_shortened(folders)}: load one of them"
-
-
-def _content(keys: list[str]) -> str:
-    entries = {key.partition("/")[0] + ("/" if "/" in key else "") for key in keys}
-    return _shortened(sorted(entries, key=_natural))
-
-
-def _shortened(names: list[str]) -> str:
-    if len(names) <= _SHOWN:
-        return ", ".join(names)
+def _shortened(names: Iterable[str]) -> str:
+    """Returns names as a list in which `step-9` comes before `step-10`."""
+    found = sorted(names, key=lambda name: _DIGITS.sub(lambda one: one[0].zfill(20), name))
+    if len(found) <= _SHOWN:
+        return ", ".join(found)
     half = _SHOWN // 2
-    return f"{', '.join(names[:half])}, … {', '.join(names[-half:])} ({len(names)} in all)"
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key that orders `step-9` before `step-10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
+    return f"{', '.join(found[:half])}, … {', '.join(found[-half:])} ({len(found)} in all)"
 
 
 METADATA_KEY = ".metadata"
@@ -453,10 +440,11 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
         decides = read_slots(storage).decides if decides is None else decides
         while (committed := _committed(decides)) is not None:
             try:
-                return _newest_native(storage, committed, metadata)
+                return _native(storage, committed, metadata)
             except DamagedCheckpointError:
-                # Why retried: `.metadata` was read at another moment than the records. It may
-                # belong to a later commit, or be a foreign one that two commits have replaced.
+                # Why retried: a newer commit may have replaced the table. `.metadata` was read at
+                # another moment than the records: it may belong to a later commit, or be a foreign
+                # one that two commits have replaced.
                 before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
                 decides = read_slots(storage).decides
                 if metadata == before and decides is not None and decides.slot <= committed.slot:
@@ -562,22 +550,14 @@ def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES
         return None
 
 
-def _newest_native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
-    """Reads the table of a manifest or, if it was garbage-collected, of the newer manifest."""
-    while True:
-        stale = is_stale(committed.slot, committed.manifest, metadata)
-        try:
-            table = verified_table(storage, committed.manifest)
-            found = Found("native", *committed, table, stale)
-            if stale and metadata is not None:
-                is_its = projects(metadata, committed.manifest.attempt, found.decoded())
-                return found._replace(metadata_is_stale=not is_its)
-            return found
-        except DamagedCheckpointError:
-            newer = newest_record(storage)
-            if newer is None or newer.slot <= committed.slot:
-                raise
-            committed = newer
+def _native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
+    """Reads the chunk table of a manifest, and compares its `.metadata`."""
+    stale = is_stale(committed.slot, committed.manifest, metadata)
+    found = Found("native", *committed, verified_table(storage, committed.manifest), stale)
+    if stale and metadata is not None:
+        is_its = projects(metadata, committed.manifest.attempt, found.decoded())
+        return found._replace(metadata_is_stale=not is_its)
+    return found
 
 
 def _committed(decides: Deciding | None) -> Committed | None:
@@ -589,8 +569,13 @@ def _committed(decides: Deciding | None) -> Committed | None:
 def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | None) -> Found:
     """Returns the checkpoint of a location without a valid manifest."""
     if decides is not None:
-        # Why read again: the delete may have removed the file after the first read.
-        metadata = _metadata_after_delete(storage, decides.record)
+        # Why read again: the delete may have removed the file after the first read. What it left
+        # is no checkpoint; what another program wrote since is one.
+        metadata = _read_or_none(storage, METADATA_KEY)
+        if metadata is not None and (
+            digest_bytes(metadata).hex() == decides.record.replaced_metadata or is_ours(metadata)
+        ):
+            metadata = None
     if metadata is not None:
         # Why only then: decoding costs 20 us per tensor, and stock DCP never writes this attribute.
         if ATTEMPT_ATTRIBUTE.encode() in metadata:
@@ -601,25 +586,18 @@ def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | No
     raise not_found(storage, decides)
 
 
-def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) -> bytes | None:
-    """Returns a `.metadata` that another program wrote after a delete; None for a leftover."""
-    data = _read_or_none(storage, METADATA_KEY)
-    if data is None or digest_bytes(data).hex() == record.replaced_metadata:
-        return None
-    return None if is_ours(data) else data
-
-
 def _opened(
     storage: Storage, name: str, found: Found, checks_later: bool = False, *, in_part: bool = False
 ) -> Checkpoint:
     """Decodes a found checkpoint; with `in_part`, only the end of a large native table."""
     manifest, foreign, check_file = found.manifest, None, None
     chunks: ChunkTable | TableParts
-    if manifest is not None:
-        read = table_parts if in_part else whole_table
-        parts = read(storage, manifest, found.table)
-        check_file = None if isinstance(parts, TableParts) else parts
-        chunks = parts if isinstance(parts, TableParts) else parts.table
+    if manifest is not None and in_part and manifest.table_end is not None:
+        chunks = TableParts(storage, manifest, found.table)
+    elif manifest is not None:
+        table = verified(storage, manifest.table, found.table) if in_part else found.table
+        check_file = _whole_table(storage, manifest, table)
+        chunks = check_file.table
     elif found.kind == "stock":
         foreign = decode_foreign(found.record)
         chunks = foreign.table
@@ -642,19 +620,30 @@ def _opened(
     return checkpoint
 
 
-def verified(storage: Storage, entry: FileEntry, data: bytes = b"") -> bytes:
+def verified(storage: Storage, entry: FileEntry, data: bytes = b"", start: int = 0) -> bytes:
     """Returns the content of a file that a manifest names, verified.
+
+    Bytes that do not match are read once more, as they may have been altered in transit.
 
     Args:
         storage: Storage of the checkpoint.
         entry: The file's entry in the manifest.
-        data: Content of the file, if it was read already.
+        data: The content, if it was read already.
+        start: First byte, for an entry of the end of a file.
 
     Raises:
         DamagedCheckpointError: The file is missing, or does not match the manifest.
         StorageError: The file can't be read.
     """
-    return _verified(storage, entry.key, 0, entry.num_bytes, entry.digest, data=data)
+    for is_last in (False, True):
+        if is_last or not data:
+            # Why one more: a longer file does not match.
+            data = _read(storage, entry.key, start, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
+        if len(data) == entry.num_bytes and digest_bytes(data).hex() == entry.digest:
+            return data
+    which = f"the {'last ' * bool(start)}{entry.num_bytes} bytes of digest {entry.digest}"
+    found = f"{len(data)} bytes of digest {digest_bytes(data).hex()}"
+    raise damaged(f"{which} that the manifest names", found, key=entry.key)
 
 
 def verified_table(storage: Storage, manifest: Manifest) -> bytes:
@@ -667,80 +656,33 @@ def verified_table(storage: Storage, manifest: Manifest) -> bytes:
     """
     data = verified(storage, manifest.table)
     if manifest.table_end is not None:
-        verified_end(storage, manifest, data)
+        _verified_end(storage, manifest, data)
     return data
 
 
-def verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> bytes:
-    """Returns the end of a grouped chunk table, which contains the index of its groups.
-
-    Args:
-        storage: Storage of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        table: The whole table, if it was read already.
-
-    Raises:
-        DamagedCheckpointError: The table is missing, or its end does not match the manifest.
-        StorageError: The table can't be read.
-    """
+def _verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> bytes:
+    """Returns the end of a grouped chunk table, of which `table` is all if it was read already."""
     entry, end = manifest.table, manifest.table_end
     if end is None or end.num_bytes > min(entry.num_bytes, MAX_TABLE_BYTES):
-        raise DamagedCheckpointError(
-            f"expected a chunk table with an end as {entry.key}; load an earlier step",
-            key=entry.key,
-        )
+        raise damaged(f"a chunk table with an end as {entry.key}", "none", key=entry.key)
     start = entry.num_bytes - end.num_bytes
-    known = table[start:] if table else b""
-    return _verified(storage, entry.key, start, end.num_bytes, end.digest, "last ", known)
+    return verified(storage, replace(end, key=entry.key), table and table[start:], start)
 
 
-def verified_bytes(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
-    """Returns exactly `num_bytes` bytes of a file.
-
-    Raises:
-        DamagedCheckpointError: The file is missing or too short.
-        StorageError: The file can't be read.
-    """
+def _exactly(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
+    """Returns exactly `num_bytes` bytes of a file that a manifest names."""
     data = _read(storage, key, start, num_bytes) if num_bytes else b""
     if len(data) != num_bytes:
-        raise DamagedCheckpointError(
-            f"expected bytes [{start}, {start + num_bytes}) in {key}, but it was cut "
-            f"off; load an earlier step",
-            key=key,
-        )
+        expected = f"bytes [{start}, {start + num_bytes}) in {key}"
+        raise damaged(expected, f"{len(data)} of them: it was cut off", key=key)
     return data
-
-
-def _verified(
-    storage: Storage,
-    key: str,
-    start: int,
-    num_bytes: int,
-    digest: str,
-    which: str = "",
-    data: bytes = b"",
-) -> bytes:
-    """Returns bytes of a file after verifying them; bytes that do not match are read once more."""
-    for is_last in (False, True):
-        if is_last or not data:
-            # Why one more: a longer file does not match.
-            data = _read(storage, key, start, min(num_bytes, MAX_TABLE_BYTES) + 1)
-        if len(data) == num_bytes and digest_bytes(data).hex() == digest:
-            return data
-    raise DamagedCheckpointError(
-        f"expected the {which}{num_bytes} bytes of digest {digest} that the manifest names, found "
-        f"{len(data)} bytes of digest {digest_bytes(data).hex()}; load an earlier step",
-        key=key,
-    )
 
 
 def _read(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
     try:
         return storage.read(key, start, num_bytes)
     except KeyMissingError as exc:
-        raise DamagedCheckpointError(
-            f"the manifest names {key}, but there is no such file; load an earlier step", key=key
-        ) from exc
+        raise damaged(f"{key}, which the manifest names", "no such file", key=key) from exc
 
 
 _THREADS = 16
@@ -759,7 +701,6 @@ class CheckFile:
     Attributes:
         table: The chunk table. Checksums at the end of a data file are 0 until `read` is called
             for that file.
-        bytes_read: Number of bytes read so far.
 
     Raises:
         DamagedCheckpointError: Table and manifest do not belong together.
@@ -772,13 +713,13 @@ class CheckFile:
         table: ChunkTable,
         deferred: DeferredRows | None = None,
     ) -> None:
-        self.bytes_read = 0
         self._storage = storage
         self._entries = {entry.key: entry for entry in manifest.files}
         with collector_paused():
             self.table = with_places(table, manifest, deferred)
         # Start of each file's checksums in `table.checks`.
-        self._place = self.table.check_start[starts_of_files(self.table)]
+        files = np.arange(len(self.table.files) + 1)
+        self._place = self.table.check_start[np.searchsorted(self.table.file, files)]
         self._there = {*np.unique(self.table.file).tolist()}
         self._known: set[int] = set()
 
@@ -837,51 +778,32 @@ class CheckFile:
         key, length = self.table.files[number], CHECK_BYTES * (high - low)
         entry = self._entries.get(key)
         if entry is None or entry.num_bytes < length:
-            raise DamagedCheckpointError(
-                f"expected a file with {high - low} checksums as {key}, but the manifest names "
-                f"none of this length; load an earlier step",
-                key=key,
-            )
+            expected = f"a file with {high - low} checksums as {key} in the manifest"
+            raise damaged(expected, "none of this length", key=key)
         end = entry.num_bytes if file_bytes is None else max(file_bytes, length)
-        data = self._bytes(key, end - length, length)
-        if digest_bytes(data).hex() != entry.digest:
-            data = self._bytes(key, end - length, length)  # may have been altered in transit
-        if digest_bytes(data).hex() != entry.digest:
-            raise DamagedCheckpointError(
-                f"the checksums of {key} at its end are not those that the manifest names; load an "
-                f"earlier step",
-                key=key,
-            )
-        self.table.checks[low:high] = np.frombuffer(data, "<u8")
 
-    def _bytes(self, key: str, start: int, num_bytes: int) -> bytes:
-        data = verified_bytes(self._storage, key, start, num_bytes)
-        self.bytes_read += num_bytes
-        return data
+        def read() -> bytes:
+            data = _exactly(self._storage, key, end - length, length)
+            if digest_bytes(data).hex() != entry.digest:
+                expected = f"the checksums of {key} at its end that the manifest names"
+                raise damaged(expected, "others", key=key)
+            return data
+
+        self.table.checks[low:high] = np.frombuffer(read_again(read), "<u8")
 
 
-def check_against(
+def _check_against(
     manifest: Manifest, num_tensors: int, num_chunks: int, files: Iterable[str]
 ) -> None:
-    """Checks that a chunk table belongs to a manifest.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        num_tensors: Number of tensors in the table.
-        num_chunks: Number of chunks in the whole table.
-        files: Files of the table.
-
-    Raises:
-        DamagedCheckpointError: The table does not belong to the manifest.
-    """
+    """Checks that a chunk table of these numbers and files belongs to a manifest."""
     unknown = sorted(set(files) - {entry.key for entry in manifest.files})
     found = (num_tensors, num_chunks)
     if found != (manifest.num_tensors, manifest.num_chunks) or unknown:
-        raise DamagedCheckpointError(
-            f"expected {manifest.num_tensors} tensors in {manifest.num_chunks} chunks of the "
-            f"manifest's files, found {found[0]} in {found[1]}"
-            + (f" and files that it does not name: {', '.join(unknown[:4])}" if unknown else "")
-            + "; load an earlier step",
+        raise damaged(
+            f"{manifest.num_tensors} tensors in {manifest.num_chunks} chunks of the manifest's "
+            f"files",
+            f"{found[0]} in {found[1]}"
+            + (f" and files that it does not name: {', '.join(unknown[:4])}" if unknown else ""),
             key=manifest.table.key,
         )
 
@@ -908,12 +830,12 @@ class TableParts:
         self._storage = storage
         self._manifest = manifest
         self._known = table
-        end = verified_end(storage, manifest, table)
+        end = _verified_end(storage, manifest, table)
         with collector_paused():
             self._table = GroupedTable(end, manifest.table.num_bytes)
         self.tensors = self._table.tensors
         files = [key.replace("{attempt}", manifest.attempt) for key in self.tensors.files]
-        check_against(manifest, self.tensors.num_tensors, self._table.num_chunks, files)
+        _check_against(manifest, self.tensors.num_tensors, self._table.num_chunks, files)
 
     def around(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> CheckFile:
         """Reads the groups with the wanted chunks; they contain further chunks of the same files.
@@ -945,49 +867,20 @@ class TableParts:
         found: dict[int, memoryview] = {}
         # Adjacent groups are read together.
         for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
-            spans = [(number, *self._table.span(number)) for _, number in run]
+            spans = [(n, *self._table.index.start[n : n + 2].tolist()) for _, n in run]
             first, end = spans[0][1], spans[-1][2]
-            data = memoryview(self._bytes(first, end))
+            key = self._manifest.table.key
+            known = self._known[first:end] or _exactly(self._storage, key, first, end - first)
+            data = memoryview(known)
             found |= {number: data[low - first : high - first] for number, low, high in spans}
         with collector_paused():
             return self._table.chunks(found)
 
-    def _bytes(self, first: int, end: int) -> bytes:
-        if self._known:
-            return self._known[first:end]
-        return verified_bytes(self._storage, self._manifest.table.key, first, end - first)
 
-
-def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:
-    """Returns the chunk table of a checkpoint, in parts if it is grouped.
-
-    Args:
-        storage: Storage of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        table: The whole table, if it was read already.
-
-    Raises:
-        DamagedCheckpointError: The table is damaged or missing.
-        StorageError: The table can't be read.
-    """
-    if manifest.table_end is not None:
-        return TableParts(storage, manifest, table)
-    return whole_table(storage, manifest, verified(storage, manifest.table, table))
-
-
-def whole_table(storage: Storage, manifest: Manifest, data: bytes) -> CheckFile:
-    """Returns all chunks of a checkpoint.
-
-    Args:
-        storage: Storage of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        data: The chunk table as stored, verified.
-
-    Raises:
-        DamagedCheckpointError: The table is inconsistent, or does not belong to the manifest.
-    """
+def _whole_table(storage: Storage, manifest: Manifest, data: bytes) -> CheckFile:
+    """Returns all chunks of a checkpoint, given its chunk table as stored, verified."""
     with collector_paused():
         rows = decode_table(data)
     found = CheckFile(storage, manifest, rows)
-    check_against(manifest, rows.num_tensors, rows.num_chunks, found.table.files)
+    _check_against(manifest, rows.num_tensors, rows.num_chunks, found.table.files)
     return found

@@ -15,6 +15,7 @@ import numpy as np
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import ChunkTable, Kind, box_text, pad, padded, widen
 from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
+from ray_dcp.format import damaged
 from ray_dcp.format.safetensors import (
     SafetensorsHeader,
     TensorEntry,
@@ -154,11 +155,8 @@ def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:
                 return parse_header(data, file.num_bytes)
         except NeedMoreBytes as exc:
             if exc.num_bytes > file.num_bytes or len(data) < num_bytes:
-                raise DamagedCheckpointError(
-                    f"expected a safetensors header of {exc.num_bytes} bytes, found a file of "
-                    f"{len(data)}; load an earlier step",
-                    key=file.key,
-                ) from exc
+                expected = f"a safetensors header of {exc.num_bytes} bytes"
+                raise damaged(expected, f"a file of {len(data)}", key=file.key) from exc
             num_bytes = exc.num_bytes
 
 
@@ -168,17 +166,12 @@ def _tensors_of(file: int, header: SafetensorsHeader) -> list[_Found]:
     for tensor in header.entries:
         offset = (0,) * len(tensor.size) if offsets is None else offsets.get(tensor.name)
         if offset is None or len(offset) != len(tensor.size):
-            raise DamagedCheckpointError(
-                f"expected an offset of {len(tensor.size)} dimensions for {tensor.name!r} in "
-                f"DCP_SHARDING_INFO, found {offset}; load an earlier step"
-            )
+            expected = f"an offset of {len(tensor.size)} dimensions for {tensor.name!r}"
+            raise damaged(expected, str(offset), " in DCP_SHARDING_INFO")
         reach = tuple(o + n for o, n in zip(offset, tensor.size, strict=True))
         shape = shapes.get(tensor.name, reach)
         if len(shape) != len(reach) or any(n < r for n, r in zip(shape, reach, strict=True)):
-            raise DamagedCheckpointError(
-                f"expected {tensor.name!r} to lie within its global shape {shape}, but it reaches "
-                f"to {reach}; load an earlier step"
-            )
+            raise damaged(f"{tensor.name!r} within its global shape {shape}", f"one up to {reach}")
         found.append(_Found(file, tensor, offset, header.data_offset + tensor.begin, shape))
     return found
 

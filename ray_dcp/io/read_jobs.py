@@ -1,6 +1,7 @@
 """Turns a read plan into jobs for threads. Pure; `reader` executes the jobs.
 
 A pair is one row of the read plan: the common part of a stored chunk and a wanted box (the target).
+Bytes of a chunk are counted from 0 at its first raw byte, in C order ("chunk-local").
 There are three kinds of jobs:
 
 - `SpanRead`: one read that serves several small pairs.
@@ -28,21 +29,13 @@ from ray_dcp.core.values import (
     Int32Array,
     Int64Array,
     group_rows,
+    running_max,
+    strides,
     volume,
     widen,
 )
 from ray_dcp.options import Verify
-from ray_dcp.planning.reads import (
-    ReadPlan,
-    Slab,
-    Wanted,
-    affordable_gap,
-    block_ranges,
-    byte_runs,
-    coalesce,
-    needed_blocks,
-    slabs,
-)
+from ray_dcp.planning.reads import ReadPlan, Wanted
 
 SPAN_BYTES = 2 << 20
 """Maximum length of a span. *Why*: its pairs are copied while it is in the processor's cache."""
@@ -94,10 +87,15 @@ class DirectRead:
 
 @dataclass(frozen=True, slots=True)
 class StridedRead:
-    """A read of a slab into scratch memory, from which it is copied element by element."""
+    """A read of a slab of a pair into scratch memory, from which it is copied by elements."""
 
     pair: int
-    slab: Slab
+    offset: Int64Array
+    """int64[D], where the slab starts in the tensor."""
+    size: Int64Array
+    """int64[D], lengths of the slab."""
+    low: int
+    """First byte that it needs, chunk-local."""
 
 
 Job = SpanRead | DirectRead | StridedRead
@@ -213,6 +211,73 @@ def geometry(
     )
 
 
+def byte_runs(
+    box_offset: Int64Array,
+    box_size: Int64Array,
+    offset: Int64Array,
+    size: Int64Array,
+    itemsize: Int64Array,
+) -> tuple[Int64Array, Int64Array, BoolArray]:
+    """Returns the extent of each intersection in the C-order bytes of a box that holds it.
+
+    Works for both sides of a read: `box` is the chunk's box, or the wanted (target) box.
+
+    Args:
+        box_offset: int64[p, D], the box whose bytes are counted, in global coordinates.
+        box_size: int64[p, D].
+        offset: int64[p, D], the intersection, in global coordinates; within the box, not empty.
+        size: int64[p, D].
+        itemsize: int64[p], bytes of an element.
+
+    Returns:
+        `(low int64[p], high int64[p], contiguous bool[p])`: `[low, high)` is the shortest range of
+        the box's bytes that contains the intersection; contiguous means that the intersection
+        needs every byte of the range.
+
+    Examples:
+        A column block of a 4 x 8 box of 2-byte elements; `#` are the elements wanted.
+
+            byte  0  . . . . . . . .
+                 16  . . . . # # # #   low = 16 + 4 * 2 = 24
+                 32  . . . . # # # #   high = 48
+                 48  . . . . . . . .
+
+        >>> a = lambda *v: np.array([v])
+        >>> byte_runs(a(0, 0), a(4, 8), a(1, 4), a(2, 4), np.array([2]))
+        (array([24]), array([48]), array([False]))
+    """
+    step = strides(box_size)
+    low = ((offset - box_offset) * step).sum(axis=1) * itemsize
+    last = ((size - 1) * step).sum(axis=1)
+    high = low + (last + 1) * itemsize
+    return low, high, (last + 1) == volume(size)
+
+
+def needed_blocks(
+    low: Int64Array, high: Int64Array, block_bytes: Int64Array, payload_bytes: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Returns byte ranges widened to whole checksum blocks, so that they can be verified.
+
+    Args:
+        low: int64[p], chunk-local.
+        high: int64[p], not below `low`.
+        block_bytes: int64[p], the chunk's block length; 0 for a chunk without checksums, whose
+            ranges stay as they are.
+        payload_bytes: int64[p], the chunk's length, at which the last block ends.
+
+    Returns:
+        `(low int64[p], high int64[p])`; the blocks are `low // block_bytes` up to, but without,
+        `ceil(high / block_bytes)`.
+
+    Examples:
+        >>> one = lambda v: np.array([v])
+        >>> needed_blocks(one(5000), one(9000), one(4096), one(10000))
+        (array([4096]), array([10000]))
+    """
+    step = np.where(block_bytes > 0, block_bytes, 1)
+    return low // step * step, np.minimum(-(-high // step) * step, payload_bytes)
+
+
 @dataclass(frozen=True)
 class ReadCost:
     """Cost of reads, which determines the gaps that are read through.
@@ -260,8 +325,8 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
     for pair in np.flatnonzero(~span).tolist():
         cut += _slices(geo, pair, cost) if direct[pair] else _slabs(geo, pair)
     for piece in cut:
-        low = piece.low if isinstance(piece, DirectRead) else piece.slab.low
-        placed.append((int(geo.file[piece.pair]), int(geo.place[piece.pair]) + low, piece))
+        low = int(geo.place[piece.pair]) + piece.low
+        placed.append((int(geo.file[piece.pair]), low, piece))
         parts[geo.plan.wanted[piece.pair]] += 1
     placed.sort(key=lambda entry: entry[:2])
     return [job for _, _, job in placed], parts
@@ -329,24 +394,150 @@ def read_ahead(
 
 
 def slab_reads(geo: Geometry, job: StridedRead, cost: ReadCost) -> Int64Array:
-    """Returns the ranges to read for a slab, as chunk-local int64[r, 2]; see `block_ranges`."""
-    pair = job.pair
-    return block_ranges(
-        geo.chunk_offset[pair],
-        geo.chunk_size[pair],
-        job.slab.offset,
-        job.slab.size,
-        int(geo.itemsize[pair]),
-        block_bytes=int(geo.block_bytes[pair]),
-        payload_bytes=int(geo.payload_bytes[pair]),
-        max_gap_bytes=cost.gap_bytes,
+    """Returns the byte ranges to read for a slab, on block boundaries.
+
+    Args:
+        geo: Locations of the bytes.
+        job: The slab.
+        cost: Determines the longest gap that is read through rather than split into two reads.
+
+    Returns:
+        int64[r, 2], half-open, chunk-local, ascending, not touching; every byte of the slab is in
+        one of them. One row if the slab is contiguous.
+
+    Complexity:
+        O(r) where the ranges are more than a block and a gap apart.
+    """
+    pair, size, gap = job.pair, job.size, cost.gap_bytes
+    itemsize, block = int(geo.itemsize[pair]), int(geo.block_bytes[pair])
+    step = strides(geo.chunk_size[pair][None])[0] * itemsize
+    length, outer = _merged_run(size, step, itemsize, max(gap, block - 1))
+    starts = np.array([(job.offset - geo.chunk_offset[pair]) @ step], dtype=np.int64)
+    for dim in range(outer):
+        starts = (starts[:, None] + np.arange(size[dim], dtype=np.int64) * step[dim]).reshape(-1)
+    low, high = needed_blocks(
+        starts, starts + length, geo.block_bytes[[pair]], geo.payload_bytes[[pair]]
     )
+    first = np.flatnonzero(np.append(True, low[1:] - high[:-1] > gap))
+    return np.stack([low[first], high[np.append(first[1:], len(high)) - 1]], axis=1)
+
+
+def _merged_run(
+    size: Int64Array, step: Int64Array, itemsize: int, max_gap_bytes: int
+) -> tuple[int, int]:
+    """Returns the length of the longest run without a large gap, and how many dims repeat the run.
+
+    Why from the innermost dimension: gaps never shrink on the way out, since a dimension's
+    stride is at least the length of the wanted part plus the gap inside it.
+    """
+    length = itemsize
+    for dim in range(len(size) - 1, -1, -1):
+        if size[dim] > 1:
+            if step[dim] - length > max_gap_bytes:
+                return length, dim + 1
+            length += int((size[dim] - 1) * step[dim])
+    return length, 0
 
 
 def _whole_blocks(geo: Geometry, job: DirectRead) -> tuple[int, int]:
     block = max(int(geo.block_bytes[job.pair]), 1)
     stop = min(-(-job.high // block) * block, int(geo.payload_bytes[job.pair]))
     return job.low // block * block, stop
+
+
+def affordable_gap(
+    file: Int32Array,
+    low: Int64Array,
+    high: Int64Array,
+    *,
+    free_gap_bytes: int,
+    max_gap_bytes: int,
+    share: float,
+) -> int:
+    """Returns the longest gap to read through, so that few unneeded bytes are read.
+
+    Args:
+        file: int32[r], the file of each range.
+        low: int64[r], first byte in the file; ranges are sorted by (file, low).
+        high: int64[r], end of the last byte, exclusive.
+        free_gap_bytes: Gaps up to this length always cost less than another request.
+        max_gap_bytes: Longer gaps always cost more than another request.
+        share: Most unneeded bytes in gaps between the two, as a share of the ranges' own bytes.
+
+    Returns:
+        The argument `max_gap_bytes` of `coalesce`, between `free_gap_bytes` and `max_gap_bytes`.
+
+    Examples:
+        >>> low, high = np.array([0, 100, 1000]), np.array([90, 900, 1500])
+        >>> for share in (0.01, 0.1):
+        ...     affordable_gap(np.zeros(3, np.int32), low, high,
+        ...                    free_gap_bytes=8, max_gap_bytes=1000, share=share)
+        10
+        1000
+    """
+    if len(low) < 2:
+        return max_gap_bytes
+    same_file = file[1:] == file[:-1]
+    reach = running_max(high, np.cumsum(np.append(True, ~same_file)) - 1)
+    gaps = np.sort((low[1:] - reach[:-1])[same_file])
+    gaps = gaps[(gaps > free_gap_bytes) & (gaps <= max_gap_bytes)]
+    affordable = np.searchsorted(np.cumsum(gaps), share * float((high - low).sum()), side="right")
+    if affordable == len(gaps):
+        return max_gap_bytes
+    return int(gaps[affordable - 1]) if affordable else free_gap_bytes
+
+
+def coalesce(
+    file: Int32Array,
+    low: Int64Array,
+    high: Int64Array,
+    *,
+    max_gap_bytes: int,
+    max_bytes: int,
+) -> Int64Array:
+    """Returns which byte ranges of files are read by one request.
+
+    Args:
+        file: int32[r], the file of each range.
+        low: int64[r], first byte in the file; ranges are sorted by (file, low) and may overlap.
+        high: int64[r], end of the last byte, exclusive.
+        max_gap_bytes: Longest gap that is read through.
+        max_bytes: Longest read that joins several ranges; a single longer range stays whole.
+
+    Returns:
+        int64[g + 1]: read `i` serves the ranges `[bounds[i], bounds[i + 1])` and reaches from the
+        first one's `low` to their greatest `high`.
+
+    Examples:
+        >>> bounds = coalesce(np.array([0, 0, 0, 1]), np.array([0, 10, 90, 0]),
+        ...                   np.array([8, 20, 95, 4]), max_gap_bytes=4, max_bytes=100)
+        >>> bounds.tolist()
+        [0, 2, 3, 4]
+    """
+    count = len(low)
+    if count == 0:
+        return np.zeros(1, dtype=np.int64)
+    # Careful: ranges may contain one another, so a range's end is the greatest one so far.
+    new_file = np.append(True, file[1:] != file[:-1])
+    reach = running_max(high, np.cumsum(new_file) - 1)
+    apart = new_file.copy()
+    apart[1:] |= low[1:] - reach[:-1] > max_gap_bytes
+    bounds: list[int] = []
+    starts = np.append(np.flatnonzero(apart), count)
+    too_long = reach[starts[1:] - 1] - low[starts[:-1]] > max_bytes
+    if not too_long.any():
+        return starts.astype(np.int64)
+    for start, stop, long in zip(starts[:-1], starts[1:], too_long, strict=True):
+        bounds.append(int(start))
+        while long:
+            limit = low[bounds[-1]] + max_bytes
+            cut = bounds[-1] + max(
+                1, int(np.searchsorted(reach[bounds[-1] : stop], limit, side="right"))
+            )
+            if cut >= stop:
+                break
+            bounds.append(cut)
+    return np.array([*bounds, count], dtype=np.int64)
 
 
 def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) -> list[SpanRead]:
@@ -376,7 +567,7 @@ def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) ->
     ]
 
 
-def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[DirectRead | StridedRead]:
+def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[DirectRead]:
     low, high = int(geo.chunk_low[pair]), int(geo.chunk_high[pair])
     block = max(int(geo.block_bytes[pair]), 1)
     step = max(max(SLICE_BYTES, cost.request_bytes) // block, 1) * block
@@ -385,17 +576,37 @@ def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[DirectRead | Strid
     return [DirectRead(pair, a, b) for a, b in pairwise([low, *cuts, high])]
 
 
-def _slabs(geo: Geometry, pair: int) -> list[DirectRead | StridedRead]:
+def _slabs(geo: Geometry, pair: int) -> Iterator[StridedRead]:
+    """Yields slabs of a pair, cut along its outermost dimensions until each fits into scratch.
+
+    They are disjoint, in the order of their bytes, and have at least one element each.
+
+    Complexity:
+        O(number of slabs x D); at most about twice as many slabs as necessary.
+    """
     itemsize, block = int(geo.itemsize[pair]), int(geo.block_bytes[pair])
-    found = slabs(
-        geo.chunk_offset[pair],
-        geo.chunk_size[pair],
-        geo.plan.offset[pair],
-        geo.plan.size[pair],
-        itemsize,
-        max(SCRATCH_BYTES - 2 * block, block, itemsize),
-    )
-    return [StridedRead(pair, slab) for slab in found]
+    limit = max(SCRATCH_BYTES - 2 * block, block, itemsize)
+    step = strides(geo.chunk_size[pair][None])[0] * itemsize
+
+    def cut(offset: Int64Array, size: Int64Array, dim: int, low: int) -> Iterator[StridedRead]:
+        extent = int((size - 1) @ step) + itemsize
+        if extent <= limit:
+            yield StridedRead(pair, offset, size, low)
+            return
+        while size[dim] == 1:
+            dim += 1
+        stride, length = int(step[dim]), int(size[dim])
+        inner = extent - (length - 1) * stride
+        # Why: `count` rows reach over (count - 1) strides and the extent of one row.
+        count = (limit - inner) // stride + 1 if inner <= limit else 1
+        for start in range(0, length, count):
+            part_offset, part_size = offset.copy(), size.copy()
+            part_offset[dim] += start
+            part_size[dim] = min(count, length - start)
+            yield from cut(part_offset, part_size, dim, low + start * stride)
+
+    offset = geo.plan.offset[pair]
+    yield from cut(offset, geo.plan.size[pair], 0, int((offset - geo.chunk_offset[pair]) @ step))
 
 
 class PairNumbers:

@@ -14,24 +14,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import block_check, first_bad_block, num_blocks
-from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind, strides, volume
+from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, Kind, strides, volume
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StorageError,
 )
-from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, unpacked_item
+from ray_dcp.format import damaged
 from ray_dcp.format.table import volumes
-from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, TensorItem, parse_torch_save
+from ray_dcp.format.torch_items import (
+    MAX_OBJECT_BYTES,
+    NeedMoreBytes,
+    NotPlainTensor,
+    TensorItem,
+    parse_torch_save,
+    unpacked_item,
+)
 from ray_dcp.io.read_jobs import (
     DirectRead,
     Geometry,
@@ -170,21 +177,13 @@ def read_stored(storage: Storage, key: str, start: int, view: memoryview) -> Non
     try:
         storage.read_into(key, start, view)
     except KeyMissingError as exc:
-        raise DamagedCheckpointError(
-            f"the checkpoint refers to {key}, but there is no such file; load an earlier step",
-            checkpoint_id=storage.url,
-            key=key,
-        ) from exc
+        raise damaged(f"{key}, to which the checkpoint refers", "no such file", key=key) from exc
     except StorageError as exc:
         found = next((e.num_bytes for e in storage.list(key) if e.key == key), None)
         if found is None or found >= start + len(view):
             raise
-        raise DamagedCheckpointError(
-            f"expected bytes [{start}, {start + len(view)}) in {key}, but it was cut off after "
-            f"{found} bytes; load an earlier step",
-            checkpoint_id=storage.url,
-            key=key,
-        ) from exc
+        expected = f"bytes [{start}, {start + len(view)}) in {key}"
+        raise damaged(expected, f"a file of {found} bytes: it was cut off", key=key) from exc
 
 
 _HEAD_BYTES = 4096
@@ -255,45 +254,11 @@ def parse_item(table: ChunkTable, chunk: int, head: memoryview) -> TensorItem | 
     size = tuple(table.size[chunk, : table.ndim[tensor]].tolist())
     dtype = table.dtypes[table.dtype[tensor]]
     if item.size != size or item.dtype != dtype:
-        raise DamagedCheckpointError(
-            f"expected {name!r} as {dtype} of size {size} in {file} at byte "
-            f"{table.item_offset[chunk]}, found {item.dtype} of size {item.size}; load an earlier "
-            f"step",
-            key=file,
+        expected = (
+            f"{name!r} as {dtype} of size {size} in {file} at byte {table.item_offset[chunk]}"
         )
+        raise damaged(expected, f"{item.dtype} of size {item.size}", key=file)
     return item
-
-
-def view_of_item(
-    item: TensorItem, data: memoryview, itemsize: int, width: int
-) -> npt.NDArray[np.generic]:
-    """Returns the elements of an item's tensor as an array with `width` dimensions.
-
-    Args:
-        item: Location of the tensor.
-        data: The whole item.
-        itemsize: Bytes per element.
-        width: Number of dimensions, at least the tensor's; dimensions of size 1 are appended.
-
-    Raises:
-        DamagedCheckpointError: The tensor exceeds the item.
-    """
-    spare = width - len(item.size)
-    payload = data[item.payload_offset : item.payload_offset + item.payload_bytes]
-    try:
-        return np.ndarray(
-            (*item.size, *[1] * spare),
-            ELEMENT_TYPES[itemsize],
-            buffer=payload,
-            offset=item.storage_offset * itemsize,
-            strides=(*[stride * itemsize for stride in item.stride], *[itemsize] * spare),
-        )
-    except (ValueError, TypeError) as exc:
-        raise DamagedCheckpointError(
-            f"expected a tensor within its {item.payload_bytes} bytes, found one of size "
-            f"{item.size}, stride {item.stride} from element {item.storage_offset}; load an "
-            f"earlier step"
-        ) from exc
 
 
 _SMALL_PAIR_BYTES = 32 << 10
@@ -493,57 +458,43 @@ class TargetFiller:
                         raise self._verifier.damaged(self._chunk[pair], 0)
         return sum(1 for pair in pairs if has_check[pair])
 
+    def _fill(self, pair: int, low: int, view: memoryview) -> int:
+        """Reads and verifies whole blocks of a chunk, from byte `low` on; returns their number."""
+        file, start = self._pairs.file[pair], self._pairs.place[pair] + low
+        self._load(file, start, view)
+        again = self._again(pair, start, view)
+        return self._verifier.check(self._chunk[pair], low, view, self._pairs.read_low[pair], again)
+
     def _do_direct(self, job: DirectRead) -> tuple[int, int]:
         numbers, pair = self._pairs, job.pair
         # Without checksums, any bound is a block bound.
-        block = max(numbers.block_bytes[pair], 1)
+        block, end = max(numbers.block_bytes[pair], 1), numbers.payload_bytes[pair]
         shift = numbers.target_low[pair] - numbers.chunk_low[pair]
         target = self._sink.buffer(self._row[pair])[job.low + shift : job.high + shift]
         num_bytes = blocks = 0
-        end = numbers.payload_bytes[pair]
         for low, high in _at_block_bounds(job.low, job.high, block, end):
             part = target[low - job.low : high - job.low]
-            read, checked = self._read_verified(pair, low, high, part, block)
-            num_bytes += read
-            blocks += checked
+            start, stop = low // block * block, min(-(-high // block) * block, end)
+            num_bytes += stop - start
+            if (start, stop) == (low, high):
+                blocks += self._fill(pair, low, part)
+            else:
+                view = self._scratch(stop - start)
+                blocks += self._fill(pair, start, view)
+                part[:] = view[low - start : high - start]
         self._part_done(self._row[pair])
         return num_bytes, blocks
-
-    def _read_verified(
-        self, pair: int, low: int, high: int, part: memoryview, block: int
-    ) -> tuple[int, int]:
-        """Fills `part` with bytes `[low, high)` of a chunk, via scratch unless blocks are whole."""
-        numbers = self._pairs
-        start = low // block * block
-        stop = min(-(-high // block) * block, numbers.payload_bytes[pair])
-        whole = (start, stop) == (low, high)
-        view = part if whole else self._scratch(stop - start)
-        self._load(numbers.file[pair], numbers.place[pair] + start, view)
-        again = self._again(pair, numbers.place[pair] + start, view)
-        checked = self._verifier.check(
-            self._chunk[pair], start, view, numbers.read_low[pair], again
-        )
-        if not whole:
-            part[:] = view[low - start : high - start]
-        return len(view), checked
 
     def _do_strided(self, job: StridedRead) -> tuple[int, int]:
-        geo, pair, slab = self._geo, job.pair, job.slab
-        ranges = slab_reads(geo, job, self._cost).tolist()
+        ranges = slab_reads(self._geo, job, self._cost).tolist()
         base = ranges[0][0]
         view = self._scratch(ranges[-1][1] - base)
-        num_bytes = blocks = 0
+        blocks = 0
         for low, high in ranges:
-            part = view[low - base : high - base]
-            self._load(geo.file[pair], int(geo.place[pair]) + low, part)
-            anchor = int(geo.read_low[pair])
-            again = self._again(pair, int(geo.place[pair]) + low, part)
-            chunk = self._chunk[pair]
-            blocks += self._verifier.check(chunk, low, part, anchor, again)
-            num_bytes += len(part)
-        self._copy_box(pair, view, base, slab.offset, slab.size)
-        self._part_done(self._row[pair])
-        return num_bytes, blocks
+            blocks += self._fill(job.pair, low, view[low - base : high - base])
+        self._copy_box(job.pair, view, base, job.offset, job.size)
+        self._part_done(self._row[job.pair])
+        return sum(high - low for low, high in ranges), blocks
 
     # Copying between boxes.
 
@@ -564,7 +515,15 @@ class TargetFiller:
             self._part_done(row)
             return
         width = geo.plan.offset.shape[1]
-        source = view_of_item(item, data, int(geo.itemsize[pair]), width)
+        itemsize, spare = int(geo.itemsize[pair]), width - len(item.size)
+        # Dimensions of length 1 are appended; `parse_item` checked that the view is in the item.
+        source: npt.NDArray[np.generic] = np.ndarray(
+            (*item.size, *[1] * spare),
+            ELEMENT_TYPES[itemsize],
+            buffer=data[item.payload_offset : item.payload_offset + item.payload_bytes],
+            offset=item.storage_offset * itemsize,
+            strides=(*[stride * itemsize for stride in item.stride], *[itemsize] * spare),
+        )
         offset, size = geo.plan.offset[pair], geo.plan.size[pair]
         low = offset - geo.chunk_offset[pair]
         self._into_target(pair, offset, size)[...] = source[_slices(low, size)]
@@ -762,7 +721,10 @@ def prepare_reads(
     """
     place, opaque = _locate(storage, table, read_plan.chunk, options.num_threads)
     usable = ~np.isin(read_plan.chunk, np.array(sorted(opaque), np.int32))
-    geo = geometry(table, wanted, _rows_of(read_plan, usable), place, options.verify)
+    columns: dict[str, Any] = {
+        name: getattr(read_plan, name)[usable] for name in ("chunk", "wanted", "offset", "size")
+    }
+    geo = geometry(table, wanted, replace(read_plan, **columns), place, options.verify)
     cost = read_cost(storage)
     jobs, parts = make_jobs(geo, len(wanted), cost)
     # Why one part more: `done` must never be called for these rows.
@@ -920,16 +882,3 @@ def _check_reaches(storage: Storage, table: ChunkTable, chunk: int) -> None:
     if length > _WHOLE_ITEM_BYTES:
         last = int(table.item_offset[chunk]) + length - 1
         read_stored(storage, table.files[table.file[chunk]], last, memoryview(bytearray(1)))
-
-
-def _rows_of(plan: ReadPlan, chosen: BoolArray) -> ReadPlan:
-    if chosen.all():
-        return plan
-    return ReadPlan(
-        chunk=plan.chunk[chosen],
-        wanted=plan.wanted[chosen],
-        offset=plan.offset[chosen],
-        size=plan.size[chosen],
-        uncovered=plan.uncovered,
-        bytes_needed=plan.bytes_needed,
-    )

@@ -162,7 +162,7 @@ def read_slots(
     before: Slots | None = None
     for _ in range(_MOST_TRIES):
         slots = used_slots(storage) if used is None else used
-        found = _read(storage, slots, tolerant, whole, {**(known or {})})
+        found = _read(storage, slots, tolerant, whole, known or {})
         if found is not None and (found.decides is not None or used is not None):
             return found
         if found is not None and before is not None and found.used == before.used:
@@ -179,63 +179,53 @@ def _read(
     used: tuple[int, ...],
     tolerant: bool,
     whole: bool,
-    known: dict[int, bytes],
+    known: Mapping[int, bytes],
 ) -> Slots | None:
-    """Reads the slots, and removes those used from `known`; None if a listed record is gone."""
+    """Reads the slots; None if a listed record is gone."""
     found = Slots(used)
     decides: Deciding | None = None
     for slot in reversed(found.used):
         is_older = decides is not None and slot <= decides.record.previous_slot
         if is_older and not whole:
             break
-        read = partial(_bytes_in, storage, slot, known)
+        first = [known[slot]] if slot in known else []
         try:
-            if is_older:
-                # Suppressed: an older record has no effect.
-                with suppress(DamagedCheckpointError):
-                    found.older[slot] = decode_record(read(), key=record_key(slot))
-            else:
-                _decode(found, slot, read, tolerant)
-                decides = found.decides
+            data, record = read_again(partial(_record_in, storage, slot, first))
         except KeyMissingError:
             if not is_older:
                 return None
+        except DamagedCheckpointError as error:
+            if is_older:
+                continue  # it has no effect
+            if not tolerant:
+                error.message += (
+                    f". It may decide which checkpoint is valid: move {record_key(slot)} away to "
+                    f"fall back to the records before it"
+                )
+                raise
+            found.unreadable[slot] = error
+        else:
+            if is_older:
+                found.older[slot] = record
+                continue
+            found.records[slot], found.data[slot] = record, data
+            decides = found.decides
     return found
 
 
-def _bytes_in(storage: Storage, slot: int, known: dict[int, bytes]) -> bytes:
-    # Why one more: a longer file is refused, and need not be read to its end.
-    return known.pop(slot, b"") or storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
-
-
-def _decode(into: Slots, slot: int, read: Callable[[], bytes], tolerant: bool) -> None:
+def _record_in(storage: Storage, slot: int, known: list[bytes]) -> tuple[bytes, Record]:
+    """Returns the record in a slot, as stored and decoded; takes its bytes from `known` once."""
     key = record_key(slot)
-
-    def decode() -> None:
-        data = read()
-        into.records[slot], into.data[slot] = _record_in(slot, data), data
-
-    try:
-        read_again(decode)
-    except DamagedCheckpointError as error:
-        if not tolerant:
-            error.message += (
-                f". It may decide which checkpoint is valid: move {key} away to fall back to the "
-                f"records before it"
-            )
-            raise
-        into.unreadable[slot] = error
-
-
-def _record_in(slot: int, data: bytes) -> Record:
-    record = decode_record(data, key=record_key(slot))
+    # Why one more: a longer file is refused, and need not be read to its end.
+    data = known.pop() if known else storage.read(key, 0, MAX_RECORD_BYTES + 1)
+    record = decode_record(data, key=key)
     if not isinstance(record, AbortRecord) and record.previous_slot >= slot:
         raise DamagedCheckpointError(
             f"expected in slot {slot} a record that was planned before it, found the one of "
             f"{record.attempt}, which saw slot {record.previous_slot}: files changed places",
-            key=record_key(slot),
+            key=key,
         )
-    return record
+    return data, record
 
 
 def read_again(read: Callable[[], T]) -> T:

@@ -10,22 +10,20 @@ hashed and written slice by slice, while a slice is in the processor's cache. Th
 items in memory, or from pieces that were staged (`PieceSource`). Memory that other threads may
 write to is copied first. `reader` reads part files.
 
-`pieces_of` computes frames, gaps and runs of pieces that are joined. It is pure. It returns lists,
-as accessing an element of a numpy array from Python costs ten times as much.
-
-A writer that took over from another one, or lost the answer to its commit, may find its key taken.
-`same_file_is_published` then determines whether the existing file is the intended one.
+A writer that lost the answer to its commit finds its key taken. The existing file is accepted if it
+has the same length and block checksums.
 """
 
 from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +36,10 @@ from ray_dcp.core.checksums import (
     digest,
     digest_bytes,
     end_checks,
-    num_blocks,
 )
-from ray_dcp.core.values import FilePlan, Int64Array, RankPlan, group_rows
+from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
-from ray_dcp.format.torch_items import Frame, torch_save_frame
+from ray_dcp.format.torch_items import frames_of
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import (
@@ -54,89 +51,6 @@ from ray_dcp.store.storage import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive pieces that are written together; a large piece is a run of its own."""
-
-    first: int
-    stop: int
-    is_large: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Pieces:
-    """The pieces before the deferred items, in file order; all lists are aligned.
-
-    Attributes:
-        row: Row of the rank's `Columns`.
-        start: First byte of the piece in that item's bytes.
-        num_bytes: Length of the raw bytes.
-        block_bytes: Length of a checksum block.
-        gap: Number of zero bytes before the header.
-        header: Part of the frame before the raw bytes.
-        footer: Part of the frame after the raw bytes.
-        runs: All pieces, divided into runs.
-        last_gap: Number of zero bytes after the last piece.
-    """
-
-    row: list[int]
-    start: list[int]
-    num_bytes: list[int]
-    block_bytes: list[int]
-    gap: list[int]
-    header: list[bytes]
-    footer: list[bytes]
-    runs: list[Run]
-    last_gap: int
-
-
-def pieces_of(plan: FilePlan, key: str, *, small_bytes: int, pack_bytes: int) -> Pieces:
-    """Returns the pieces of a file plan.
-
-    Args:
-        plan: Plan of the file.
-        key: Key of the file, for messages.
-        small_bytes: Maximum length of a small piece.
-        pack_bytes: Approximate length of a run of small pieces.
-
-    Raises:
-        InternalError: The frames do not fit the planned offsets.
-    """
-    frames, frame = _frames(plan)
-    header_bytes = np.array([len(one.header) for one in frames], dtype=np.int64)[frame]
-    footer_bytes = np.array([len(one.footer) for one in frames], dtype=np.int64)[frame]
-    item_bytes = header_bytes + plan.payload_bytes + footer_bytes
-    planned_header = plan.payload_offset - plan.item_offset
-    wrong = np.flatnonzero((header_bytes != planned_header) | (item_bytes != plan.item_bytes))
-    if len(wrong):
-        at = int(wrong[0])
-        raise contradiction(
-            f"an item of {plan.item_bytes[at]} bytes for row {plan.row[at]}",
-            f"{header_bytes[at]} + {plan.payload_bytes[at]} + {footer_bytes[at]}",
-            key,
-        )
-    ends = np.concatenate([[0], plan.item_offset + plan.item_bytes])
-    gaps = np.concatenate([plan.item_offset, [plan.num_bytes]]) - ends
-    if int(gaps.min()) < 0:
-        at = int(np.argmin(gaps))
-        raise contradiction(
-            f"room up to byte {ends[at] + gaps[at]}", f"bytes up to {ends[at]}", key
-        )
-    headers, footers = [one.header for one in frames], [one.footer for one in frames]
-    chosen = frame.tolist()
-    return Pieces(
-        row=plan.row.tolist(),
-        start=plan.source_start.tolist(),
-        num_bytes=plan.payload_bytes.tolist(),
-        block_bytes=plan.block_bytes.tolist(),
-        gap=gaps[:-1].tolist(),
-        header=[headers[one] for one in chosen],
-        footer=[footers[one] for one in chosen],
-        runs=_runs(plan, small_bytes, pack_bytes),
-        last_gap=int(gaps[-1]),
-    )
-
-
 def contradiction(expected: str, found: str, key: str) -> InternalError:
     """Returns the error for a plan that contradicts the items to be written."""
     return InternalError(
@@ -144,92 +58,59 @@ def contradiction(expected: str, found: str, key: str) -> InternalError:
     )
 
 
-def _frames(plan: FilePlan) -> tuple[list[Frame], Int64Array]:
-    """Returns the distinct frames, and the index of each piece's frame."""
-    first, frame = group_rows([plan.dtype, plan.ndim, *plan.size.T])
-    columns = (plan.dtype[first], plan.ndim[first], plan.size[first])
-    distinct = zip(*(column.tolist() for column in columns), strict=True)
-    return [torch_save_frame(plan.dtypes[dtype], tuple(s[:n])) for dtype, n, s in distinct], frame
+def _framed(plan: FilePlan, key: str) -> tuple[list[int], list[bytes], list[bytes]]:
+    """Returns the frames of all pieces, as lists: indexing a numpy array costs ten times as much.
+
+    Args:
+        plan: Plan of the file.
+        key: Key of the file, for messages.
+
+    Returns:
+        `(gaps, headers, footers)`: the number of zero bytes before each header, and at last those
+        before the deferred items; the bytes before and after the raw bytes of each piece.
+
+    Raises:
+        InternalError: The frames do not fit the planned offsets.
+    """
+    distinct, frame = frames_of(plan.dtypes, plan.dtype, plan.ndim, plan.size)
+    headers = [distinct[one].header for one in frame.tolist()]
+    footers = [distinct[one].footer for one in frame.tolist()]
+    header_bytes = np.fromiter(map(len, headers), np.int64)
+    item_bytes = header_bytes + plan.payload_bytes + np.fromiter(map(len, footers), np.int64)
+    ends = np.concatenate([[0], plan.item_offset + plan.item_bytes])
+    gaps = np.concatenate([plan.item_offset, [plan.num_bytes]]) - ends
+    wrong = (header_bytes != plan.payload_offset - plan.item_offset) | (gaps[:-1] < 0)
+    wrong |= item_bytes != plan.item_bytes
+    if wrong.any() or gaps[-1] < 0:
+        raise contradiction(f"room for all pieces of {item_bytes.sum()} bytes", "others", key)
+    return gaps.tolist(), headers, footers
 
 
-def _runs(plan: FilePlan, small_bytes: int, pack_bytes: int) -> list[Run]:
-    if not len(plan.row):
-        return []
-    large = plan.payload_bytes > small_bytes
-    bucket = plan.item_offset // pack_bytes
-    cut = large[1:] | large[:-1] | (bucket[1:] != bucket[:-1])
-    firsts = np.concatenate([[0], np.flatnonzero(cut) + 1])
-    stops = [*firsts[1:].tolist(), len(large)]
-    return [
-        Run(first, stop, is_large)
-        for first, stop, is_large in zip(
-            firsts.tolist(), stops, large[firsts].tolist(), strict=True
-        )
-    ]
-
-
-_READ_BYTES = 8 << 20
 _READ_TIMES = 3
-Checks = npt.NDArray[np.uint64]
 
 
-class Region(NamedTuple):
-    """A range of raw bytes in a file, with block checksums."""
+def _is_published(storage: Storage, receipt: FileReceipt, end: bytes) -> bool:
+    """Returns whether the file under a receipt's key is the one that was to be published.
 
-    offset: int
-    num_bytes: int
-    block_bytes: int
-
-
-def same_file_is_published(
-    storage: Storage, receipt: FileReceipt, regions: Sequence[Region], checks: Checks
-) -> bool:
-    """Returns whether the file under a receipt's key has its length, checksums and bytes.
-
-    Bytes that differ are read again, as they may have been altered in transit. The length does not
-    come from a listing, which may be older than the file.
+    Its length and block checksums are compared. A read whose bytes differ is repeated, as they may
+    have been altered in transit.
 
     Args:
         storage: Storage of the file.
-        receipt: Receipt of the file that was to be published.
-        regions: Ranges of the checksums, in order.
-        checks: The block checksums.
+        receipt: Receipt of the file.
+        end: Last bytes of the file: all checksums.
 
     Raises:
         StorageError: The file can't be read.
     """
-    tail = end_checks(0, checks)
-    # Why at least one byte and one byte more: an empty range does not show where the file ends.
-    low = max(0, receipt.num_bytes - max(len(tail), 1))
-
-    def ends_so(end: bytes) -> bool:
-        return len(end) == receipt.num_bytes - low and end.endswith(tail)
-
-    if not _comes(storage, receipt.key, low, receipt.num_bytes - low + 1, ends_so):
-        return False
-    done = 0
-    for region in regions:
-        # Why: a read must be whole blocks, at least one (no block is longer than 1 MiB).
-        step = max(_READ_BYTES // region.block_bytes, 1) * region.block_bytes
-        for start in range(0, region.num_bytes, step):
-            length = min(step, region.num_bytes - start)
-            count = num_blocks(length, region.block_bytes)
-            expected = checks[done : done + count]
-
-            def is_so(data: bytes, block: int = region.block_bytes, so: Checks = expected) -> bool:
-                return np.array_equal(block_checks(data, block), so)
-
-            if not _comes(storage, receipt.key, region.offset + start, length, is_so):
-                return False
-            done += count
-    return True
-
-
-def _comes(
-    storage: Storage, key: str, start: int, num_bytes: int, is_so: Callable[[bytes], bool]
-) -> bool:
-    """Returns whether at least one of several reads returns the expected bytes."""
-    return any(is_so(storage.read(key, start, num_bytes)) for _ in range(_READ_TIMES))
+    num_bytes = max(len(end), min(1, receipt.num_bytes))
+    start = receipt.num_bytes - num_bytes
+    for _ in range(_READ_TIMES):
+        # Why one byte more: it shows where the file ends. A listing may be older than the file.
+        found = storage.read(receipt.key, start, num_bytes + 1)
+        if len(found) == num_bytes and found.endswith(end):
+            return True
+    return False
 
 
 BytesLike = bytes | bytearray | memoryview
@@ -436,7 +317,9 @@ class PartFile:
         self._end = 0
         self._flushed = 0
         self._checks = array("Q")
-        self._deferred_regions: list[Region] = []
+        self._gaps: list[int] = []
+        self._headers: list[bytes] = []
+        self._footers: list[bytes] = []
 
     def write(self) -> FileReceipt:
         """Writes the whole file, and returns its receipt."""
@@ -445,16 +328,19 @@ class PartFile:
         return self._finish(tuple(places))
 
     def _write_fixed(self) -> None:
-        """Writes all planned pieces."""
-        pieces = pieces_of(self._plan, self._key, small_bytes=_SMALL_BYTES, pack_bytes=_PACK_BYTES)
-        for run in pieces.runs:
-            if run.is_large:
-                self._write_large(pieces, run.first)
+        """Writes all planned pieces: small ones joined with their neighbours, others alone."""
+        plan = self._plan
+        self._gaps, self._headers, self._footers = _framed(plan, self._key)
+        large, pack = plan.payload_bytes > _SMALL_BYTES, plan.item_offset // _PACK_BYTES
+        cuts = np.flatnonzero(large[1:] | large[:-1] | (pack[1:] != pack[:-1])) + 1
+        for first, stop in pairwise([0, *cuts.tolist(), len(large)]):
+            if large[first:stop].any():
+                self._write_large(first)
             else:
-                self._pack_small(pieces, run)
+                self._pack_small(first, stop)
             if self._end - self._flushed >= _PACK_BYTES // 2:
                 self.flush()
-        self._append(bytes(pieces.last_gap))
+        self._append(bytes(self._gaps[-1]))
 
     def _write_deferred(self, index: int) -> DeferredPlace:
         """Writes a deferred item at the next aligned offset, and returns its place."""
@@ -463,7 +349,6 @@ class PartFile:
         self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
         row = int(self._plan.deferred[index])
         place = DeferredPlace(row, self._end, num_bytes, block_bytes_for(num_bytes))
-        self._deferred_regions.append(Region(self._end, num_bytes, place.block_bytes))
         self._write_payload(self._source.parts(piece), num_bytes, place.block_bytes)
         return place
 
@@ -510,9 +395,7 @@ class PartFile:
         try:
             self._writer.commit()
         except KeyExistsError as exc:
-            regions = [*self._fixed_regions(), *self._deferred_regions]
-            checks = np.array(self._checks, dtype=np.uint64)
-            if not same_file_is_published(storage, receipt, regions, checks):
+            if not _is_published(storage, receipt, self.end):
                 raise CheckpointExistsError(
                     f"expected to publish {self._key} or to find the same bytes under it, but "
                     f"other bytes are there: two writers use one attempt id, or what was sent was "
@@ -520,21 +403,21 @@ class PartFile:
                     key=self._key,
                 ) from exc
 
-    def _pack_small(self, pieces: Pieces, run: Run) -> None:
+    def _pack_small(self, first: int, stop: int) -> None:
         """Packs pieces with their frames.
 
         *Why a single loop*: this is the path of small tensors, for which a call costs as much as
         the work in it.
         """
-        which = slice(run.first, run.stop)
+        which = slice(first, stop)
         add, add_check = self._pack.append, self._checks.append
         for payload, num_bytes, block_bytes, gap, header, footer in zip(
-            self._source.small(run.first, run.stop),
-            pieces.num_bytes[which],
-            pieces.block_bytes[which],
-            pieces.gap[which],
-            pieces.header[which],
-            pieces.footer[which],
+            self._source.small(first, stop),
+            self._plan.payload_bytes[which].tolist(),
+            self._plan.block_bytes[which].tolist(),
+            self._gaps[which],
+            self._headers[which],
+            self._footers[which],
             strict=True,
         ):
             if 0 < num_bytes <= block_bytes:
@@ -548,12 +431,14 @@ class PartFile:
             add(footer)
             self._end += gap + len(header) + num_bytes + len(footer)
 
-    def _write_large(self, pieces: Pieces, index: int) -> None:
-        self._append(bytes(pieces.gap[index]))
-        self._append(pieces.header[index])
-        parts = self._source.parts(index)
-        self._write_payload(parts, pieces.num_bytes[index], pieces.block_bytes[index])
-        self._append(pieces.footer[index])
+    def _write_large(self, index: int) -> None:
+        self._append(bytes(self._gaps[index]))
+        self._append(self._headers[index])
+        num_bytes, block_bytes = (
+            int(column[index]) for column in (self._plan.payload_bytes, self._plan.block_bytes)
+        )
+        self._write_payload(self._source.parts(index), num_bytes, block_bytes)
+        self._append(self._footers[index])
 
     def _write_payload(self, parts: Iterable[memoryview], num_bytes: int, block_bytes: int) -> None:
         if num_bytes <= _SMALL_BYTES:
@@ -579,11 +464,6 @@ class PartFile:
     def _append(self, data: BytesLike) -> None:
         self._pack.append(data)
         self._end += len(data)
-
-    def _fixed_regions(self) -> list[Region]:
-        plan = self._plan
-        columns = (plan.payload_offset, plan.payload_bytes, plan.block_bytes)
-        return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 Published = Mapping[bytes, tuple[PublishedFile, ...]]

@@ -223,12 +223,7 @@ def _cut(part: Int64Array, start: Int64Array, length: Int64Array) -> Int64Array 
     """Returns finer parts, cut wherever no interval crosses; None if there is no such place."""
     if (start == start[0]).all():
         return None
-    span = int(start.max()) + 1
-    if (int(part.max()) + 1) * span < 1 << 62:
-        # Why: one sort takes a fifth of the time. The order of equal keys does not matter.
-        order = np.argsort(part * span + start)
-    else:
-        order = np.lexsort((start, part))
+    order = np.lexsort((start, part))
     part, start = part[order], start[order]
     reach = running_max(start + length[order], part)
     fresh = np.zeros(len(part), dtype=bool)

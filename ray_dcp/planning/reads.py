@@ -2,20 +2,11 @@
 
 `plan_reads` finds which stored chunks meet which wanted boxes, and whether they cover all of them.
 
-A chunk's bytes are the C-order bytes of its box, counted from 0 at the chunk's first raw byte
-("chunk-local"). For each (chunk, wanted box) pair, `byte_runs` and the functions after it return
-the extent, the checksum blocks around it, its slabs, and the reads that are coalesced:
-
-    chunk   |-----------------------------------------|    payload_bytes
-    blocks  |---------|---------|---------|---------|-|    block_bytes
-    extent               [ low ........ high )
-    read              [-----------------------------)      whole blocks
-
 `share_reads` takes the file ranges that every rank needs and decides what each rank reads itself
 and what it receives from others, so that a byte that several ranks need is read once.
 
-Pure: nothing here opens a file. `io.reader` reads, verifies and copies; `io.shared_read` sends the
-shared bytes to other ranks.
+Pure: nothing here opens a file. `io.read_jobs` plans the reads of one rank, `io.shared_read` sends
+the shared bytes to other ranks.
 """
 
 from __future__ import annotations
@@ -34,309 +25,11 @@ from ray_dcp.core.values import (
     Int64Array,
     intersect,
     offsets_of,
-    running_max,
-    strides,
     volume,
     widen,
     within,
 )
 from ray_dcp.planning.coverage import missing_volumes
-
-
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """A part of an intersection that is read and copied in one step.
-
-    Attributes:
-        offset: int64[D], where the slab starts in the global tensor.
-        size: int64[D], its lengths.
-        low: First byte that it needs, chunk-local.
-        high: End of the last byte that it needs, exclusive.
-    """
-
-    offset: Int64Array
-    size: Int64Array
-    low: int
-    high: int
-
-
-def byte_runs(
-    box_offset: Int64Array,
-    box_size: Int64Array,
-    offset: Int64Array,
-    size: Int64Array,
-    itemsize: Int64Array,
-) -> tuple[Int64Array, Int64Array, BoolArray]:
-    """Returns the extent of each intersection in the C-order bytes of a box that holds it.
-
-    Works for both sides of a read: `box` is the chunk's box, or the wanted (target) box.
-
-    Args:
-        box_offset: int64[p, D], the box whose bytes are counted, in global coordinates.
-        box_size: int64[p, D].
-        offset: int64[p, D], the intersection, in global coordinates; within the box, not empty.
-        size: int64[p, D].
-        itemsize: int64[p], bytes of an element.
-
-    Returns:
-        `(low int64[p], high int64[p], contiguous bool[p])`: `[low, high)` is the shortest range of
-        the box's bytes that contains the intersection; contiguous means that the intersection
-        needs every byte of the range.
-
-    Examples:
-        A column block of a 4 x 8 box of 2-byte elements; `#` are the elements wanted.
-
-            byte  0  . . . . . . . .
-                 16  . . . . # # # #   low = 16 + 4 * 2 = 24
-                 32  . . . . # # # #   high = 48
-                 48  . . . . . . . .
-
-        >>> a = lambda *v: np.array([v])
-        >>> byte_runs(a(0, 0), a(4, 8), a(1, 4), a(2, 4), np.array([2]))
-        (array([24]), array([48]), array([False]))
-    """
-    step = strides(box_size)
-    low = ((offset - box_offset) * step).sum(axis=1) * itemsize
-    last = ((size - 1) * step).sum(axis=1)
-    high = low + (last + 1) * itemsize
-    return low, high, (last + 1) == volume(size)
-
-
-def needed_blocks(
-    low: Int64Array, high: Int64Array, block_bytes: Int64Array, payload_bytes: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Returns byte ranges widened to whole checksum blocks, so that they can be verified.
-
-    Args:
-        low: int64[p], chunk-local.
-        high: int64[p], not below `low`.
-        block_bytes: int64[p], the chunk's block length; 0 for a chunk without checksums, whose
-            ranges stay as they are.
-        payload_bytes: int64[p], the chunk's length, at which the last block ends.
-
-    Returns:
-        `(low int64[p], high int64[p])`; the blocks are `low // block_bytes` up to, but without,
-        `ceil(high / block_bytes)`.
-
-    Examples:
-        >>> one = lambda v: np.array([v])
-        >>> needed_blocks(one(5000), one(9000), one(4096), one(10000))
-        (array([4096]), array([10000]))
-    """
-    step = np.where(block_bytes > 0, block_bytes, 1)
-    return low // step * step, np.minimum(-(-high // step) * step, payload_bytes)
-
-
-def slabs(
-    box_offset: Int64Array,
-    box_size: Int64Array,
-    offset: Int64Array,
-    size: Int64Array,
-    itemsize: int,
-    limit_bytes: int,
-) -> list[Slab]:
-    """Splits one intersection along its outermost dimensions until each part's extent is small.
-
-    The slabs are disjoint, cover the whole intersection, and are in the order of their bytes.
-
-    Args:
-        box_offset: int64[D], the chunk's box, in global coordinates.
-        box_size: int64[D].
-        offset: int64[D], the intersection, in global coordinates; within the box, not empty.
-        size: int64[D].
-        itemsize: Bytes of an element.
-        limit_bytes: Longest extent (`high - low`) of a slab; a slab has at least one element.
-
-    Complexity:
-        O(number of slabs x D); at most about twice as many slabs as necessary.
-    """
-    step = strides(box_size[None])[0] * itemsize
-    found: list[Slab] = []
-    _split(offset, size, 0, (offset - box_offset) @ step, step, itemsize, limit_bytes, found)
-    return found
-
-
-def _split(
-    offset: Int64Array,
-    size: Int64Array,
-    dim: int,
-    low: int,
-    step: Int64Array,
-    itemsize: int,
-    limit_bytes: int,
-    found: list[Slab],
-) -> None:
-    extent = int((size - 1) @ step) + itemsize
-    if extent <= limit_bytes:
-        found.append(Slab(offset, size, int(low), int(low) + extent))
-        return
-    while size[dim] == 1:
-        dim += 1
-    stride, length = int(step[dim]), int(size[dim])
-    inner = extent - (length - 1) * stride
-    # Why: `count` rows reach over (count - 1) strides and the extent of one row.
-    count = (limit_bytes - inner) // stride + 1 if inner <= limit_bytes else 1
-    for start in range(0, length, count):
-        part_offset, part_size = offset.copy(), size.copy()
-        part_offset[dim] += start
-        part_size[dim] = min(count, length - start)
-        part_low = int(low) + start * stride
-        _split(part_offset, part_size, dim, part_low, step, itemsize, limit_bytes, found)
-
-
-def block_ranges(
-    box_offset: Int64Array,
-    box_size: Int64Array,
-    offset: Int64Array,
-    size: Int64Array,
-    itemsize: int,
-    *,
-    block_bytes: int,
-    payload_bytes: int,
-    max_gap_bytes: int = 0,
-) -> Int64Array:
-    """Returns the byte ranges to read for one intersection (or slab), on block boundaries.
-
-    Args:
-        box_offset: int64[D], the chunk's box, in global coordinates.
-        box_size: int64[D].
-        offset: int64[D], the intersection, in global coordinates; within the box, not empty.
-        size: int64[D].
-        itemsize: Bytes of an element.
-        block_bytes: The chunk's block length; 0 when it has no checksums.
-        payload_bytes: The chunk's length.
-        max_gap_bytes: Longest gap that is read through rather than split into two reads.
-
-    Returns:
-        int64[r, 2], half-open, chunk-local, ascending, not touching; every byte of the
-        intersection lies in one of them. One row when the intersection is contiguous.
-
-    Complexity:
-        O(r) where the ranges are more than `max(block_bytes, max_gap_bytes)` apart.
-    """
-    step = strides(box_size[None])[0] * itemsize
-    length, outer = _merged_run(size, step, itemsize, max(max_gap_bytes, block_bytes - 1))
-    starts = np.array([(offset - box_offset) @ step], dtype=np.int64)
-    for dim in range(outer):
-        starts = (starts[:, None] + np.arange(size[dim], dtype=np.int64) * step[dim]).reshape(-1)
-    low, high = needed_blocks(
-        starts, starts + length, np.full(1, block_bytes), np.full(1, payload_bytes)
-    )
-    first = np.flatnonzero(np.append(True, low[1:] - high[:-1] > max_gap_bytes))
-    return np.stack([low[first], high[np.append(first[1:], len(high)) - 1]], axis=1)
-
-
-def _merged_run(
-    size: Int64Array, step: Int64Array, itemsize: int, max_gap_bytes: int
-) -> tuple[int, int]:
-    """Returns the length of the longest run without a large gap, and how many dims repeat the run.
-
-    Why from the innermost dimension: gaps never shrink on the way out, since a dimension's
-    stride is at least the length of the wanted part plus the gap inside it.
-    """
-    length = itemsize
-    for dim in range(len(size) - 1, -1, -1):
-        if size[dim] > 1:
-            if step[dim] - length > max_gap_bytes:
-                return length, dim + 1
-            length += int((size[dim] - 1) * step[dim])
-    return length, 0
-
-
-def affordable_gap(
-    file: Int32Array,
-    low: Int64Array,
-    high: Int64Array,
-    *,
-    free_gap_bytes: int,
-    max_gap_bytes: int,
-    share: float,
-) -> int:
-    """Returns the longest gap to read through, so that few unneeded bytes are read.
-
-    Args:
-        file: int32[r], the file of each range.
-        low: int64[r], first byte in the file; ranges are sorted by (file, low).
-        high: int64[r], end of the last byte, exclusive.
-        free_gap_bytes: Gaps up to this length always cost less than another request.
-        max_gap_bytes: Longer gaps always cost more than another request.
-        share: Most unneeded bytes in gaps between the two, as a share of the ranges' own bytes.
-
-    Returns:
-        The argument `max_gap_bytes` of `coalesce`, between `free_gap_bytes` and `max_gap_bytes`.
-
-    Examples:
-        >>> low, high = np.array([0, 100, 1000]), np.array([90, 900, 1500])
-        >>> for share in (0.01, 0.1):
-        ...     affordable_gap(np.zeros(3, np.int32), low, high,
-        ...                    free_gap_bytes=8, max_gap_bytes=1000, share=share)
-        10
-        1000
-    """
-    if len(low) < 2:
-        return max_gap_bytes
-    same_file = file[1:] == file[:-1]
-    reach = running_max(high, np.cumsum(np.append(True, ~same_file)) - 1)
-    gaps = np.sort((low[1:] - reach[:-1])[same_file])
-    gaps = gaps[(gaps > free_gap_bytes) & (gaps <= max_gap_bytes)]
-    affordable = np.searchsorted(np.cumsum(gaps), share * float((high - low).sum()), side="right")
-    if affordable == len(gaps):
-        return max_gap_bytes
-    return int(gaps[affordable - 1]) if affordable else free_gap_bytes
-
-
-def coalesce(
-    file: Int32Array,
-    low: Int64Array,
-    high: Int64Array,
-    *,
-    max_gap_bytes: int,
-    max_bytes: int,
-) -> Int64Array:
-    """Returns which byte ranges of files are read by one request.
-
-    Args:
-        file: int32[r], the file of each range.
-        low: int64[r], first byte in the file; ranges are sorted by (file, low) and may overlap.
-        high: int64[r], end of the last byte, exclusive.
-        max_gap_bytes: Longest gap that is read through.
-        max_bytes: Longest read that joins several ranges; a single longer range stays whole.
-
-    Returns:
-        int64[g + 1]: read `i` serves the ranges `[bounds[i], bounds[i + 1])` and reaches from the
-        first one's `low` to their greatest `high`.
-
-    Examples:
-        >>> bounds = coalesce(np.array([0, 0, 0, 1]), np.array([0, 10, 90, 0]),
-        ...                   np.array([8, 20, 95, 4]), max_gap_bytes=4, max_bytes=100)
-        >>> bounds.tolist()
-        [0, 2, 3, 4]
-    """
-    count = len(low)
-    if count == 0:
-        return np.zeros(1, dtype=np.int64)
-    # Careful: ranges may contain one another, so a range's end is the greatest one so far.
-    new_file = np.append(True, file[1:] != file[:-1])
-    reach = running_max(high, np.cumsum(new_file) - 1)
-    apart = new_file.copy()
-    apart[1:] |= low[1:] - reach[:-1] > max_gap_bytes
-    bounds: list[int] = []
-    starts = np.append(np.flatnonzero(apart), count)
-    too_long = reach[starts[1:] - 1] - low[starts[:-1]] > max_bytes
-    if not too_long.any():
-        return starts.astype(np.int64)
-    for start, stop, long in zip(starts[:-1], starts[1:], too_long, strict=True):
-        bounds.append(int(start))
-        while long:
-            limit = low[bounds[-1]] + max_bytes
-            cut = bounds[-1] + max(
-                1, int(np.searchsorted(reach[bounds[-1] : stop], limit, side="right"))
-            )
-            if cut >= stop:
-                break
-            bounds.append(cut)
-    return np.array([*bounds, count], dtype=np.int64)
-
 
 _BATCH_PAIRS = 2_000_000
 """Candidate pairs that are compared at once: about 200 MB of temporaries in two dimensions."""
@@ -737,8 +430,32 @@ def share_reads(
         return _shares_of([], groups, node)
     whole = merged(*(np.concatenate([getattr(r, n) for r in distinct]) for n in _COLUMNS))
     units = _cut(whole, unit_bytes)
-    incidences = _incidences(units, distinct)
-    return _chosen(units, incidences, groups, ranks, node, cost, min_saved_bytes, needs)
+    unit, group, demand = _incidences(units, distinct)
+    members = [np.flatnonzero(groups == one) for one in range(len(distinct))]
+    sizes = np.array([len(one) for one in members])
+    num_nodes = np.array([len(set(node[one].tolist())) for one in members])
+    starts = offsets_of(np.bincount(unit, minlength=len(units)))
+    length = units.high - units.low
+    total = np.add.reduceat(demand * sizes[group], starts[:-1])
+    num_ranks = np.add.reduceat(sizes[group], starts[:-1])
+    # Careful: an upper bound if groups have nodes in common.
+    on_nodes = np.minimum(np.add.reduceat(num_nodes[group], starts[:-1]), len(set(node.tolist())))
+    shared = (num_ranks > 1) & (total - length >= min_saved_bytes)
+    if cost is not None:
+        shared &= cost.pays(length, total, num_ranks, on_nodes)
+    load = np.zeros(world_size, np.int64)
+    for rank in ranks:
+        load[rank] = needs[rank].num_bytes
+    for row in np.flatnonzero(shared[unit]).tolist():
+        load[members[group[row]]] -= demand[row]
+    found = []
+    for index in np.flatnonzero(shared).tolist():
+        own = group[starts[index] : starts[index + 1]]
+        able = np.concatenate([members[one] for one in own.tolist()])
+        reader = int(able[np.argmin(load[able])])
+        load[reader] += length[index]
+        found.append((units.file[index], units.low[index], units.high[index], reader, own))
+    return _shares_of(found, groups, node)
 
 
 _COLUMNS = ("file", "low", "high")
@@ -779,44 +496,6 @@ def _incidences(
     unit, member, demand = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.argsort(unit, kind="stable")
     return unit[order], member[order], demand[order]
-
-
-def _chosen(
-    units: Ranges,
-    incidences: tuple[Int64Array, Int64Array, Int64Array],
-    groups: Int32Array,
-    ranks: Sequence[int],
-    node: Int64Array,
-    cost: ShareCost | None,
-    min_saved_bytes: int,
-    needs: Mapping[int, Ranges],
-) -> ReadShares:
-    unit, group, demand = incidences
-    members = [np.flatnonzero(groups == one) for one in range(int(groups.max()) + 1)]
-    sizes = np.array([len(one) for one in members])
-    num_nodes = np.array([len(set(node[one].tolist())) for one in members])
-    starts = offsets_of(np.bincount(unit, minlength=len(units)))
-    length = units.high - units.low
-    total = np.add.reduceat(demand * sizes[group], starts[:-1])
-    num_ranks = np.add.reduceat(sizes[group], starts[:-1])
-    # Careful: an upper bound if groups have nodes in common.
-    on_nodes = np.minimum(np.add.reduceat(num_nodes[group], starts[:-1]), len(set(node.tolist())))
-    shared = (num_ranks > 1) & (total - length >= min_saved_bytes)
-    if cost is not None:
-        shared &= cost.pays(length, total, num_ranks, on_nodes)
-    load = np.zeros(len(groups), np.int64)
-    for rank in ranks:
-        load[rank] = needs[rank].num_bytes
-    for row in np.flatnonzero(shared[unit]).tolist():
-        load[members[group[row]]] -= demand[row]
-    found = []
-    for index in np.flatnonzero(shared).tolist():
-        own = group[starts[index] : starts[index + 1]]
-        able = np.concatenate([members[one] for one in own.tolist()])
-        reader = int(able[np.argmin(load[able])])
-        load[reader] += length[index]
-        found.append((units.file[index], units.low[index], units.high[index], reader, own))
-    return _shares_of(found, groups, node)
 
 
 def _numbered(nodes: Sequence[str], world_size: int) -> Int64Array:

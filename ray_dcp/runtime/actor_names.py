@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import secrets
 
+from ray_dcp.commit_protocol.messages import OpKey
+
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Increased with each change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
@@ -39,6 +41,16 @@ def coordinator_name(session: str) -> str:
 def pulse_name(coordinator: str) -> str:
     """Returns the name under which a coordinator writes to the control store that it lives."""
     return f"pulse:{coordinator}"
+
+
+def staged_plan_name(coordinator: str, key: OpKey | None = None) -> str:
+    """Returns the name under which the control store keeps the plan of a staged save.
+
+    Args:
+        coordinator: Actor name of the coordinator.
+        key: The save; None for the prefix of all saves of the coordinator.
+    """
+    return f"staged:{coordinator}:" + (f"{key.seq}:{key.session}" if key else "")
 
 
 def gatherer_name(coordinator: str, ranks: range) -> str:

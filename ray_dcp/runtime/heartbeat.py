@@ -128,17 +128,17 @@ class HeartbeatSender(ABC):
         return self._queued_s.get(key.seq, 0.0)
 
     def failure(
-        self, out_of_reach: bool, outlives_restart: bool, goes_on: bool = False
+        self, out_of_reach: bool, outlives_restart: bool, staged: OpKey | None = None
     ) -> CheckpointError | None:
         """Returns why the coordinator will not answer any more; None while it may.
 
         Args:
             out_of_reach: Whether a call failed.
             outlives_restart: Whether the next incarnation of the coordinator can answer as well.
-            goes_on: Whether the next incarnation continues the operation: a frozen coordinator is
-                no failure while it is being replaced.
+            staged: The operation, if the call reports staged bytes: the next incarnation may
+                continue it, and a frozen coordinator is no failure as long as that may happen.
         """
-        if self._frozen is not None and not (goes_on and self._is_being_replaced):
+        if self._frozen is not None and not (staged and self._may_continue(staged)):
             return self._frozen
         if out_of_reach and not outlives_restart and self._is_gone():
             return self._died()
@@ -294,9 +294,8 @@ class HeartbeatSender(ABC):
         """Whether this process can reach any coordinator."""
         return True
 
-    @property
-    def _is_being_replaced(self) -> bool:
-        """Whether another coordinator replaces one that was frozen."""
+    def _may_continue(self, key: OpKey) -> bool:
+        """Returns whether the coordinator that replaces a frozen one may continue an operation."""
         return False
 
     @abstractmethod

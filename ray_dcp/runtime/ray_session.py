@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, Heartbeat, HeartbeatAck
-from ray_dcp.commit_protocol.messages import Reply, Request
+from ray_dcp.commit_protocol.messages import OpKey, Reply, Request
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import ray_calls, ray_private
@@ -31,6 +31,7 @@ from ray_dcp.runtime.actor_names import (
     coordinator_name,
     named_address,
     pulse_name,
+    staged_plan_name,
 )
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_call import call_actor
@@ -148,7 +149,7 @@ class RayHeartbeatSender(HeartbeatSender):
         self, reach: Callable[[bool], Any], session: str, rank: int, who: str, actor: str = ""
     ) -> None:
         self._reach = reach
-        self._pulse_name = pulse_name(coordinator_name(actor))
+        self._coordinator = coordinator_name(actor)
         self._num_restarts: int | None = None
         """Of the coordinator, when it was seen last."""
         self._killed_s, self._killed_restarts = float("-inf"), 0
@@ -204,7 +205,7 @@ class RayHeartbeatSender(HeartbeatSender):
     def _last_pulse(self) -> str | None:
         """Returns what the coordinator last wrote to the control store; None if unknown."""
         with suppress(CheckpointError, RayError):
-            return ray_private.recall(self._pulse_name) or None
+            return ray_private.recall(pulse_name(self._coordinator)) or None
         return None
 
     def _replace(self, num_restarts: int) -> None:
@@ -221,6 +222,15 @@ class RayHeartbeatSender(HeartbeatSender):
     @property
     def _is_being_replaced(self) -> bool:
         return time.monotonic() < self._killed_s + KILL_S
+
+    def _may_continue(self, key: OpKey) -> bool:
+        if not self._is_being_replaced:
+            return False
+        # Why only with a plan: without one, the next incarnation does not know the save, and to
+        # wait until Ray has ended a stopped process would take many seconds more.
+        with suppress(CheckpointError, RayError):
+            return bool(ray_private.recall(staged_plan_name(self._coordinator, key)))
+        return True
 
     def _check_coordinator(self, timeout_s: float) -> None:
         now_s, silent_s = self._clock(), self._silent_s
@@ -291,14 +301,8 @@ class RaySession(Session):
         self._me = ray_private.this_caller(os.getpid())
         node, _ = ray_private.this_connection() or ("", "")
         who = f"the coordinator of session {self._actor!r}"
-        super().__init__(
-            name,
-            rank,
-            world_size,
-            who=who,
-            node=node,
-            heartbeats=RayHeartbeatSender(self._reach, name, rank, who, self._actor),
-        )
+        super().__init__(name, rank, world_size, who=who, node=node)
+        self._heartbeats = RayHeartbeatSender(self._reach, name, rank, who, self._actor)
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._handle: Any = None

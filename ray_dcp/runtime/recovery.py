@@ -28,6 +28,7 @@ from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.actor_names import staged_plan_name
 from ray_dcp.stage.orders import StageReport
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ LOOK_S = 0.5
 class _Seen:
     handle: Any = None
     heard_s: float = 0.0
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    asking: asyncio.Task[None] | None = None
 
 
 class StagerWatch:
@@ -86,10 +87,8 @@ class StagerWatch:
         for name, keys in needed.items():
             seen = self._seen[name]
             timeout_s = min(keys.values())
-            if not seen.asking:
-                task = asyncio.ensure_future(self._ask(name, seen))
-                seen.asking.add(task)
-                task.add_done_callback(seen.asking.discard)
+            if seen.asking is None or seen.asking.done():
+                seen.asking = asyncio.ensure_future(self._ask(name, seen))
             if now_s - seen.heard_s > timeout_s:
                 why = (
                     f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "
@@ -185,7 +184,7 @@ class StagedPlans:
         carry_out: Callable[[tuple[Command, ...]], None],
         namespace: str,
     ) -> None:
-        self._prefix = f"staged:{actor}:"
+        self._actor = actor
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
@@ -246,8 +245,9 @@ class StagedPlans:
 
     async def resume(self) -> None:
         """Resumes the saves that an earlier coordinator of this name planned and did not end."""
-        for name in await asyncio.to_thread(ray_private.names_from, self._prefix):
-            if not name[len(self._prefix) :].partition(":")[0].isdigit():
+        prefix = staged_plan_name(self._actor)
+        for name in await asyncio.to_thread(ray_private.names_from, prefix):
+            if not name.removeprefix(prefix).partition(":")[0].isdigit():
                 continue  # of a coordinator whose name begins with this one's
             try:
                 await self._resume(name)
@@ -337,4 +337,4 @@ class StagedPlans:
             self._carry_out(self._coordination.receive(request))
 
     def _name(self, key: OpKey) -> str:
-        return f"{self._prefix}{key.seq}:{key.session}"
+        return staged_plan_name(self._actor, key)

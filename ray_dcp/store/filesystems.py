@@ -1,33 +1,66 @@
-"""`FsspecStorage` and `ArrowStorage`: storages on filesystems of fsspec and pyarrow.fs."""
+"""`FsspecStorage`: a storage on a filesystem of fsspec or pyarrow.fs.
+
+A filesystem of pyarrow.fs is used through fsspec's wrapper.
+
+*Two ways to write a file.* An object store has an atomic put, but no cheap rename; a true
+filesystem has an atomic rename, but no atomic put. The two are distinguished by whether the class
+of the filesystem overrides `mv`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import builtins
+import secrets
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import available_protocols
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.location import split_url
-from ray_dcp.store.storage import Storage
-from ray_dcp.store.storage_adapter import (
-    FilesystemPort,
-    HiddenStream,
-    StorageAdapter,
-    redacted,
-    temporary_beside,
+from ray_dcp.store.location import split_url, url_below
+from ray_dcp.store.remote import Retrying, creates_if_absent_in, redacted
+from ray_dcp.store.storage import (
+    MEMORY,
+    OBJECT_STORE,
+    TEMP_PREFIX,
+    BytesLike,
+    Entry,
+    KeyExistsError,
+    KeyMissingError,
+    OnceWriter,
+    PartWriter,
+    ReadTraits,
+    Storage,
+    StorageTraits,
+    as_bytes_view,
+    check_key,
+    check_range,
+    is_temporary,
+    os_failure,
+    too_short,
 )
 
+T = TypeVar("T")
 
-class FsspecStorage(StorageAdapter):
-    """Implements `Storage` on a filesystem of fsspec.
+_HEAD_BYTES = 8 << 20
+"""Files up to this length are written by a single put, and conditionally where that is possible."""
+_RETRY_S = 60.0
+_REFUSED_S = 10.0
+_SCHEMES = {"gcs": "gs", "abfs": "az"}
+"""Names that pyarrow.fs has for a kind of store, and the schemes of its URLs."""
+
+
+class FsspecStorage:
+    """Implements `Storage` on a filesystem of fsspec or pyarrow.fs. Thread-safe if that one is.
 
     Args:
         filesystem: The filesystem, used as it is; its listing cache is bypassed.
@@ -42,22 +75,399 @@ class FsspecStorage(StorageAdapter):
         >>> storage.delete(["a"])
     """
 
-    def __init__(self, filesystem: AbstractFileSystem, path: str) -> None:
-        port = FsspecPort(filesystem)
-        root = str(filesystem._strip_protocol(path)).rstrip("/")
-        super().__init__(port, _fsspec_url(filesystem, root), root)
+    def __init__(self, filesystem: Any, path: str) -> None:
         self.filesystem = filesystem
+        is_arrow = not isinstance(filesystem, AbstractFileSystem)
+        self._fs = fs = _ArrowFilesystem(filesystem) if is_arrow else filesystem
+        protocol = fs.protocol if isinstance(fs.protocol, str) else str(fs.protocol[0])
+        self._root = str(fs._strip_protocol(path)).rstrip("/")
+        if is_arrow:
+            self._url = f"{_SCHEMES.get(protocol, protocol)}://{self._root.strip('/')}"
+        elif protocol == "memory":
+            self._url = f"memory://{self._root.strip('/')}"
+        else:
+            url = str(fs.unstrip_protocol(self._root))
+            self._url = url if url.endswith("://") else url.rstrip("/")
+        self._name = f"fsspec:{protocol}:{fs._fs_token}"
+        self._options = dict(fs.storage_options or {}) if not is_arrow else {}
+        self._is_shared = protocol != "memory"
+        moves = type(fs).mv is not AbstractFileSystem.mv
+        self._puts_at_once = fs.puts_at_once if is_arrow else not moves
+        # Why not for true filesystems: they create an empty file first and then fill it.
+        self._may_create = self._puts_at_once and not is_arrow
+        self._retrying = Retrying(_RETRY_S)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (FsspecStorage, (self.filesystem, self._root))
 
+    def __repr__(self) -> str:
+        return f"FsspecStorage({self.url!r})"
+
     @classmethod
-    def within(cls, filesystem: AbstractFileSystem, url: str) -> Storage:
+    def within(cls, filesystem: Any, url: str) -> Storage:
         """Returns the storage of a path or URL in a given filesystem."""
-        filesystem, path = _fsspec_path(filesystem, url)
-        if isinstance(filesystem, LocalFileSystem):
-            return LocalStorage(path)
-        return cls(filesystem, path)
+        if not isinstance(filesystem, AbstractFileSystem):
+            filesystem, url = _path_in_arrow(filesystem, url)
+            handler = getattr(filesystem, "handler", None)
+            if not isinstance(handler, arrow.FSSpecHandler):
+                is_local = isinstance(filesystem, arrow.LocalFileSystem)
+                return LocalStorage(url) if is_local else cls(filesystem, url)
+            filesystem = handler.fs
+        filesystem, path = _path_in_fsspec(filesystem, url)
+        is_local = isinstance(filesystem, LocalFileSystem)
+        return LocalStorage(path) if is_local else cls(filesystem, path)
+
+    @property
+    def url(self) -> str:
+        """Protocol and path."""
+        return self._url
+
+    @property
+    def read_traits(self) -> ReadTraits:
+        """Traits of an object store, or of memory if no other process sees the files."""
+        return OBJECT_STORE if self._is_shared else MEMORY
+
+    @property
+    def traits(self) -> StorageTraits:
+        """Traits of the filesystem; `create_if_absent` is found by a trial, once per filesystem.
+
+        Raises:
+            StorageError: The trial failed.
+        """
+        can_create = self._may_create and creates_if_absent_in(
+            self._name, self._create, self._read, self.delete
+        )
+        return StorageTraits(
+            create_if_absent=can_create, durable=self._is_shared, shared=self._is_shared
+        )
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        check_key(key)
+        check_range(key, start, num_bytes)
+        if num_bytes == 0:
+            self._size(key)
+            return b""
+        try:
+            return self._read(key, start, num_bytes)
+        except KeyMissingError:
+            raise
+        except StorageError:
+            # Why checked: some filesystems raise for a range behind the end, or for folders.
+            if self._size(key) <= start:
+                return b""
+            raise
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        view = as_bytes_view(target)
+        data = self.read(key, start, len(view))
+        if len(data) < len(view) or (not len(view) and start > self._size(key)):
+            raise too_short(self._where(key), key, start, len(view), start + len(data))
+        view[:] = data
+
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
+        """See `Storage.write`; without conditional creation, `create` checks first."""
+        path = self._path(check_key(key))
+        value = bytes(as_bytes_view(data))
+        if create and self.traits.create_if_absent:
+            self._create(key, value)
+            return
+        if create:
+            self._check_free(key)
+        self._asked("create" if create else "write", key, lambda: self._put(path, value))
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `sync` changes nothing."""
+        return _FileWriter(self, check_key(key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Storage.delete`."""
+        failures: builtins.list[StorageError] = []
+        for key in keys:
+            path = self._path(check_key(key, unpublished=True))
+            try:
+                self._asked("delete", key, partial(self._remove, path))
+            except KeyMissingError:
+                continue
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def unpublished(self) -> tuple[Entry, ...]:
+        """Returns the temporary files of all writers, including those of crashed processes."""
+        return tuple(entry for entry in self._everything() if is_temporary(entry.key))
+
+    def _everything(self) -> builtins.list[Entry]:
+        head = f"{self._root}/"
+
+        def find() -> builtins.list[Entry]:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._root, detail=True)
+            return [
+                Entry(str(path)[len(head) :], int(info["size"] or 0))
+                for path, info in found.items()
+                if str(path).startswith(head) and info["type"] == "file"
+            ]
+
+        try:
+            return sorted(self._asked("list", "", find), key=lambda entry: entry.key)
+        except KeyMissingError:
+            return []
+
+    def _read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        stop = None if num_bytes is None else start + num_bytes
+        get = partial(self._fs.cat_file, self._path(key), start=start or None, end=stop)
+        return bytes(self._asked("read", key, get))
+
+    def _put(self, path: str, value: bytes) -> None:
+        if self._puts_at_once:
+            self._fs.pipe_file(path, value)
+            return
+        file = _HiddenFile(self._fs, path)
+        try:
+            file.write(memoryview(value))
+        except BaseException:
+            file.discard()
+            raise
+        file.publish()
+
+    def _create(self, key: str, value: bytes) -> None:
+        path = self._path(key)
+
+        def act() -> None:
+            try:
+                self._fs.pipe_file(path, value, mode="create")
+            except Exception as error:
+                # Why checked: each library has its own exception for a name that exists.
+                if isinstance(error, FileExistsError) or _is_file(self._fs, path):
+                    raise FileExistsError(str(error)) from error
+                raise
+
+        self._asked("create", key, act, repeat=False)
+
+    def _check_free(self, key: str) -> None:
+        if self._asked("look at", key, lambda: _is_file(self._fs, self._path(key))):
+            raise KeyExistsError(f"could not create {self._where(key)}: it exists", key=key)
+
+    def _size(self, key: str) -> int:
+        return self._asked("read", key, lambda: _size_of(self._fs, self._path(key)))
+
+    def _remove(self, path: str) -> None:
+        _size_of(self._fs, path)  # raises for a missing file and for a folder
+        self._fs.rm_file(path)
+
+    def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
+        """Calls the filesystem and returns its answer.
+
+        Raises:
+            StorageError: The call failed. The message quotes its error without credentials.
+        """
+        try:
+            return self._retrying.call(act, _worth_s, kind=doing) if repeat else act()
+        except StorageError:
+            raise
+        except Exception as exc:
+            raise self._failure(exc, doing, key) from exc
+
+    def _failure(self, exc: Exception, doing: str, key: str) -> StorageError:
+        where = self._where(key)
+        if isinstance(exc, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            return KeyMissingError(f"could not {doing} {where}: there is no such key", key=key)
+        if isinstance(exc, FileExistsError):
+            return KeyExistsError(f"could not {doing} {where}: it exists already", key=key)
+        notes = "".join(f" ({note})" for note in getattr(exc, "__notes__", ()))
+        if isinstance(exc, OSError) and exc.errno:
+            failure = os_failure(exc, doing, key, where)
+            failure.message += f" ({redacted(str(exc), self._options)}){notes}"
+            return failure
+        told = redacted(f"{type(exc).__name__}: {exc}", self._options)
+        return StorageError(f"could not {doing} {where}: {told}{notes}", key=key or None)
+
+    def _where(self, key: str) -> str:
+        return url_below(self._url, key) if key else self._url
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    # Last: below it, `list` in an annotation would mean this method.
+    def list(self, prefix: str = "") -> list[Entry]:
+        """See `Storage.list`."""
+        return [
+            entry
+            for entry in self._everything()
+            if entry.key.startswith(prefix) and not is_temporary(entry.key)
+        ]
+
+
+class _FileWriter(OnceWriter):
+    """Buffers a short file in memory, and writes a longer one into a hidden file."""
+
+    def __init__(self, storage: FsspecStorage, key: str) -> None:
+        self._storage = storage
+        self._head = bytearray()
+        self._file: _HiddenFile | None = None
+        super().__init__(storage._where(key), key)
+
+    def _append(self, data: BytesLike) -> None:
+        view = as_bytes_view(data)
+        if self._file is None and len(self._head) + len(view) <= _HEAD_BYTES:
+            self._head += view
+            return
+        if self._file is None:
+            path = self._storage._path(self._key)
+            self._file = self._ask("create", lambda: _HiddenFile(self._storage._fs, path))
+            self._write(self._file, memoryview(self._head))
+        self._write(self._file, view)
+
+    def _publish(self) -> None:
+        if self._file is None:
+            self._storage.write(self._key, self._head, create=True)
+        else:
+            self._storage._check_free(self._key)
+            self._ask("publish", self._file.publish)
+
+    def _discard(self) -> None:
+        self._head = bytearray()
+        # Suppressed: a remaining temporary file is removed by garbage collection.
+        with suppress(Exception):
+            if self._file is not None:
+                self._file.discard()
+
+    def _write(self, file: _HiddenFile, view: memoryview) -> None:
+        self._ask("write", lambda: file.write(view))
+
+    def _ask(self, doing: str, act: Callable[[], T]) -> T:
+        return self._storage._asked(doing, self._key, act, repeat=False)
+
+
+class _HiddenFile:
+    """A file that is written sequentially and gets its name in `publish`.
+
+    Where the library can commit an upload by itself (s3fs), it is such an upload; elsewhere a
+    temporary file that is renamed. A stream of pyarrow.fs can't be aborted: one that is
+    garbage-collected publishes its bytes.
+
+    Args:
+        fs: The filesystem.
+        path: Path of the file when published.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        directory, slash, name = path.rpartition("/")
+        # Its name ends with the final name, which contains the attempt.
+        self._temp = f"{directory}{slash}{TEMP_PREFIX}{secrets.token_hex(6)}-{name}"
+        self._commits = _commits_later(fs, self._temp)
+        if self._commits:
+            self._file: Any = fs.open(path, "wb", autocommit=False)
+        else:
+            fs.makedirs(directory, exist_ok=True)
+            self._file = fs.open(self._temp, "wb")
+
+    def write(self, data: memoryview) -> None:
+        """Appends bytes. The buffer may be reused when the call returns."""
+        self._file.write(data)
+
+    def publish(self) -> None:
+        """Gives the file its name; an existing file is replaced."""
+        self._file.close()
+        if self._commits:
+            self._file.commit()
+            return
+        self._fs.mv(self._temp, self._path)
+        # Why checked: HDFS does not replace a file but answers that it did not rename, and its HTTP
+        # client ignores that answer.
+        if _is_file(self._fs, self._temp):
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path)
+            self._fs.mv(self._temp, self._path)
+            if _is_file(self._fs, self._temp):
+                raise OSError(f"the filesystem did not rename {self._temp} and told no error")
+
+    def discard(self) -> None:
+        """Removes the file."""
+        if self._commits:
+            self._file.discard()
+            return
+        try:
+            self._file.close()
+        finally:
+            self._fs.rm_file(self._temp)
+
+
+def _commits_later(fs: AbstractFileSystem, path: str) -> bool:
+    """Returns whether a file opened with `autocommit=False` is invisible until `commit`.
+
+    *Why by class*: some filesystems accept the argument and ignore it.
+
+    Args:
+        fs: The filesystem.
+        path: A path for a trial.
+    """
+    if type(fs).mv is not AbstractFileSystem.mv:
+        return False
+    file = fs.open(path, "wb", autocommit=False)
+    kind = type(file)
+    if not issubclass(kind, AbstractBufferedFile):
+        file.close()
+        with suppress(FileNotFoundError):
+            fs.rm_file(path)
+        return False
+    file.discard()
+    return (
+        kind.commit is not AbstractBufferedFile.commit
+        and kind.discard is not AbstractBufferedFile.discard
+    )
+
+
+def _size_of(fs: AbstractFileSystem, path: str) -> int:
+    """Returns the length of a file, or raises `FileNotFoundError`."""
+    fs.invalidate_cache()
+    found = fs.info(path)
+    if found["type"] != "file":
+        raise FileNotFoundError(path)
+    return int(found["size"])
+
+
+def _is_file(fs: AbstractFileSystem, path: str) -> bool:
+    try:
+        _size_of(fs, path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _worth_s(error: Exception) -> float:
+    if isinstance(error, ConnectionRefusedError):
+        return _REFUSED_S
+    return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0
+
+
+class _ArrowFilesystem(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped
+    """A filesystem of pyarrow.fs as one of fsspec. It has no conditional creation."""
+
+    cachable = False
+
+    def __init__(self, filesystem: Any) -> None:
+        super().__init__(filesystem)
+        self.puts_at_once = filesystem.type_name in ("s3", "gcs", "abfs", "mock")
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Creates a folder, but not on object stores, where it would be an object."""
+        if not self.puts_at_once:
+            super().makedirs(path, exist_ok)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> Any:
+        """Returns bytes of a file. Only a seekable one can be read up to an end."""
+        return super().cat_file(path, start, end, seekable=True)
+
+    def find(self, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        """Returns all files below a path, by a single request; none if there is no such path."""
+        chosen = arrow.FileSelector(path, allow_not_found=True, recursive=True)
+        return {info.path: self._make_entry(info) for info in self.fs.get_file_info(chosen)}
 
 
 def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str]:
@@ -92,7 +502,7 @@ def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSys
         ) from None
 
 
-def _fsspec_path(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFileSystem, str]:
+def _path_in_fsspec(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFileSystem, str]:
     path = str(filesystem._strip_protocol(url))
     while isinstance(filesystem, DirFileSystem):
         head = f"{filesystem.path}/"
@@ -102,158 +512,7 @@ def _fsspec_path(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFile
     return filesystem, path
 
 
-class FsspecPort(FilesystemPort):
-    """Implements `FilesystemPort` for fsspec.
-
-    *Why two ways to write a file*: an object store has an atomic put, but no cheap rename; a true
-    filesystem has an atomic rename, but no atomic put. The two are distinguished by whether the
-    class overrides `mv`.
-    """
-
-    def __init__(self, filesystem: AbstractFileSystem) -> None:
-        self._fs = filesystem
-        protocol = _protocol(filesystem)
-        self.options = dict(filesystem.storage_options or {})
-        self.name = f"fsspec:{protocol}:{filesystem._fs_token}"
-        self.shared = protocol != "memory"
-        self.puts_at_once = type(filesystem).mv is AbstractFileSystem.mv
-        # Why not for true filesystems: they create an empty file first and then fill it.
-        self.can_create = self.puts_at_once
-
-    def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
-        """See `FilesystemPort`."""
-        stop = None if num_bytes is None else start + num_bytes
-        return bytes(self._fs.cat_file(path, start=start or None, end=stop))
-
-    def size(self, path: str) -> int:
-        """See `FilesystemPort`."""
-        self._fs.invalidate_cache()
-        found = self._fs.info(path)
-        if found["type"] != "file":
-            raise FileNotFoundError(path)
-        return int(found["size"])
-
-    def put(self, path: str, data: bytes) -> None:
-        """See `FilesystemPort`."""
-        self._fs.pipe_file(path, data)
-
-    def create(self, path: str, data: bytes) -> None:
-        """See `FilesystemPort`."""
-        self._fs.pipe_file(path, data, mode="create")
-
-    def open(self, path: str) -> Any:
-        """See `FilesystemPort`."""
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        return self._fs.open(path, "wb")
-
-    def move(self, path: str, to: str) -> None:
-        """See `FilesystemPort`."""
-        self._fs.mv(path, to)
-
-    def open_hidden(self, path: str) -> HiddenStream:
-        """See `FilesystemPort`."""
-        if self.puts_at_once and self._is_uncommitted(temporary_beside(path)):
-            return _UncommittedFile(self._fs.open(path, "wb", autocommit=False))
-        return super().open_hidden(path)
-
-    def _is_uncommitted(self, path: str) -> bool:
-        """Returns whether a file opened with `autocommit=False` is invisible until `commit`.
-
-        *Why by class*: some filesystems accept the argument and ignore it.
-        """
-        file = self._fs.open(path, "wb", autocommit=False)
-        kind = type(file)
-        if not issubclass(kind, AbstractBufferedFile):
-            file.close()
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(path)
-            return False
-        file.discard()
-        return (
-            kind.commit is not AbstractBufferedFile.commit
-            and kind.discard is not AbstractBufferedFile.discard
-        )
-
-    def find(self, path: str) -> Iterable[tuple[str, int]]:
-        """See `FilesystemPort`."""
-        self._fs.invalidate_cache()
-        for name, info in self._fs.find(path, detail=True).items():
-            if info["type"] == "file":
-                yield str(name), int(info["size"] or 0)
-
-    def remove(self, path: str) -> None:
-        """See `FilesystemPort`."""
-        self.size(path)  # raises for a missing file and for a folder
-        self._fs.rm_file(path)
-
-
-class _UncommittedFile:
-    """A buffered upload that becomes visible by its own `commit`."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
-
-    def publish(self) -> None:
-        self._file.close()
-        self._file.commit()
-
-    def discard(self) -> None:
-        self._file.discard()
-
-
-def _fsspec_url(filesystem: AbstractFileSystem, path: str) -> str:
-    if _protocol(filesystem) == "memory":
-        return f"memory://{path.strip('/')}"
-    return str(filesystem.unstrip_protocol(path))
-
-
-def _protocol(filesystem: AbstractFileSystem) -> str:
-    protocol = filesystem.protocol
-    return protocol if isinstance(protocol, str) else str(protocol[0])
-
-
-_SCHEMES = {"gcs": "gs", "abfs": "az"}
-
-
-class ArrowStorage(StorageAdapter):
-    """Implements `Storage` on a filesystem of pyarrow.fs, which has no conditional creation.
-
-    Args:
-        filesystem: The filesystem, used as it is.
-        path: Path of the root in it.
-
-    Examples:
-        >>> import tempfile
-        >>> from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     tree = SubTreeFileSystem(root, LocalFileSystem())
-        ...     type(ArrowStorage.within(tree, "step-1")).__name__
-        'LocalStorage'
-    """
-
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self.filesystem = filesystem
-        super().__init__(ArrowPort(filesystem), _arrow_url(filesystem, path), path.rstrip("/"))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (ArrowStorage, (self.filesystem, self._root))
-
-    @classmethod
-    def within(cls, filesystem: Any, url: str) -> Storage:
-        """Returns the storage of a path or URL in a given filesystem."""
-        filesystem, path = _arrow_path(filesystem, url)
-        handler = getattr(filesystem, "handler", None)
-        if isinstance(handler, arrow.FSSpecHandler):
-            return FsspecStorage.within(handler.fs, path)
-        if isinstance(filesystem, arrow.LocalFileSystem):
-            return LocalStorage(path)
-        return cls(filesystem, path)
-
-
-def _arrow_path(filesystem: Any, url: str) -> tuple[Any, str]:
+def _path_in_arrow(filesystem: Any, url: str) -> tuple[Any, str]:
     path = split_url(url)[1]
     while isinstance(filesystem, arrow.SubTreeFileSystem):
         base = filesystem.base_path.rstrip("/")
@@ -261,63 +520,3 @@ def _arrow_path(filesystem: Any, url: str) -> tuple[Any, str]:
             path = f"{base}/{path.strip('/')}".rstrip("/")
         filesystem = filesystem.base_fs
     return filesystem, path
-
-
-def _arrow_url(filesystem: Any, path: str) -> str:
-    kind = filesystem.type_name
-    return f"{_SCHEMES.get(kind, kind)}://{path.strip('/')}"
-
-
-class ArrowPort(FilesystemPort):
-    """Implements `FilesystemPort` for pyarrow.fs.
-
-    *Why long files always go through a temporary file*: a stream that is garbage-collected without
-    `close` publishes its bytes, and can't be aborted. On object stores, the store copies the file
-    when it is renamed.
-    """
-
-    def __init__(self, filesystem: Any) -> None:
-        self._fs = filesystem
-        self.name = f"arrow:{filesystem.type_name}"
-        self.puts_at_once = filesystem.type_name in ("s3", "gcs", "abfs", "mock")
-
-    def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
-        """See `FilesystemPort`."""
-        with self._fs.open_input_file(path) as file:
-            left = max(file.size() - start, 0)
-            return bytes(file.read_at(left if num_bytes is None else min(left, num_bytes), start))
-
-    def size(self, path: str) -> int:
-        """See `FilesystemPort`."""
-        info = self._fs.get_file_info(path)
-        if info.type != arrow.FileType.File:
-            raise FileNotFoundError(path)
-        return int(info.size)
-
-    def put(self, path: str, data: bytes) -> None:
-        """See `FilesystemPort`."""
-        with self._fs.open_output_stream(path) as stream:
-            stream.write(data)
-
-    def open(self, path: str) -> Any:
-        """See `FilesystemPort`."""
-        directory = path.rpartition("/")[0]
-        if directory and not self.puts_at_once:
-            self._fs.create_dir(directory, recursive=True)
-        return self._fs.open_output_stream(path)
-
-    def move(self, path: str, to: str) -> None:
-        """See `FilesystemPort`."""
-        self._fs.move(path, to)
-
-    def find(self, path: str) -> Iterable[tuple[str, int]]:
-        """See `FilesystemPort`."""
-        chosen = arrow.FileSelector(path, allow_not_found=True, recursive=True)
-        for info in self._fs.get_file_info(chosen):
-            if info.type == arrow.FileType.File:
-                yield info.path, int(info.size)
-
-    def remove(self, path: str) -> None:
-        """See `FilesystemPort`."""
-        self.size(path)
-        self._fs.delete_file(path)

@@ -36,7 +36,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -399,7 +399,6 @@ class _OpenFile:
     def __init__(self, path: str) -> None:
         self.fd = open_regular(path)
         self.identity = _identity(os.fstat(self.fd))
-        self.users = 0
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
@@ -411,15 +410,13 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class OpenFiles:
-    """Keeps the most recently used files open, and owns their descriptors. Thread-safe.
+    """Keeps the most recently used files open. Thread-safe.
 
-    A cached descriptor is used only while device and inode of the path still match; a file that
-    was replaced is opened again. Concurrent readers of a path share one descriptor, and so see the
-    same file. A descriptor is never closed while a thread uses it. All are closed when the cache is
-    garbage-collected.
+    A cached file is used only while device and inode of the path still match; a file that was
+    replaced is opened again. Who has got a file keeps it open.
 
     Args:
-        limit: Maximum number of cached descriptors.
+        limit: Maximum number of cached files.
     """
 
     def __init__(self, limit: int = 16) -> None:
@@ -427,43 +424,26 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
 
-    @contextmanager
-    def reading(self, path: str) -> Iterator[int]:
-        """Lends a descriptor of a regular file.
+    def get(self, path: str) -> _OpenFile:
+        """Returns a regular file.
 
         Raises:
             OSError: The file can't be opened; ENOENT also if `path` is a directory.
         """
-        file = self._acquire(path)
-        try:
-            yield file.fd
-        finally:
-            with self._lock:
-                file.users -= 1
-
-    def forget(self, path: str) -> None:
-        """Drops the descriptor of a path that is about to be removed; closes it when unused."""
-        with self._lock:
-            self._files.pop(path, None)
-
-    def _acquire(self, path: str) -> _OpenFile:
-        with self._lock:
-            file = self._files.get(path)
-            # Why no `stat`: a further system call per read makes threads wait for Python's global
-            # lock twice as often.
-            if file is not None and file.users:
-                file.users += 1
-                return file
         now = _identity(os.stat(path))
         with self._lock:
             file = self._files.pop(path, None)
             if file is None or file.identity != now:
                 file = _OpenFile(path)
-            file.users += 1
             self._files[path] = file  # the last entry is the most recent
             while len(self._files) > self._limit:
                 del self._files[next(iter(self._files))]
         return file
+
+    def forget(self, path: str) -> None:
+        """Drops a file that is about to be removed."""
+        with self._lock:
+            self._files.pop(path, None)
 
 
 def open_regular(path: str) -> int:
@@ -676,8 +656,8 @@ class LocalStorage:
         view = as_bytes_view(target)
         check_range(key, start, len(view))
         try:
-            with self._files.reading(path) as fd:
-                done = _fill(fd, start, view)
+            file = self._files.get(path)
+            done = _fill(file.fd, start, view)
         except OSError as exc:
             raise _read_failure(exc, key, path) from exc
         if done < len(view):
@@ -689,13 +669,14 @@ class LocalStorage:
         An optional method of `Storage`. Never raises: errors show at the actual read.
         """
         path = self._path(key)
-        with suppress(OSError), self._files.reading(path) as fd:
+        with suppress(OSError):
+            file = self._files.get(path)
             # Why checked: `posix_fadvise` on cached pages takes a seventh of the time to copy them.
             with suppress(OSError):
-                if os.preadv(fd, [bytearray(1)], start, _NO_WAIT):
+                if os.preadv(file.fd, [bytearray(1)], start, _NO_WAIT):
                     return
             for low in range(start, start + num_bytes, _AHEAD_STEP_BYTES):
-                os.posix_fadvise(fd, low, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(file.fd, low, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""

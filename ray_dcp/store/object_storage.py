@@ -2,7 +2,7 @@
 
 **Uploads** (`ObjectWriter`). A file that fits one request is written by a single conditional put.
 A longer file is a multipart upload with several parts in flight, which runs in a thread of its own:
-it reads the pieces without copying them, and aborts the upload if the writer is aborted.
+it reads the parts without copying them, and aborts the upload if the writer is aborted.
 
 **Errors** (`object_failure`). Errors of obstore become `StorageError`s that name the failed call
 and the key. A message never shows signatures or tokens, which URLs may contain.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import builtins
 import math
-import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -25,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.processes import ProcessLock, start_thread
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.location import split_url
 from ray_dcp.store.object_stores import (
@@ -38,7 +36,7 @@ from ray_dcp.store.object_stores import (
     name_of_store,
     provider_of,
 )
-from ray_dcp.store.retry import Retrying
+from ray_dcp.store.remote import Retrying, creates_if_absent_in
 from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,
@@ -58,99 +56,27 @@ from ray_dcp.store.storage import (
     is_temporary,
     too_short,
 )
-from ray_dcp.store.storage_adapter import creates_if_absent_in
 
-_PIECE_BYTES = 4 << 20
-"""Length of the pieces of an upload. Short, so that memory is freed soon after its part is sent."""
 _MOST_PARTS = 10_000
 """S3's limit of parts per upload."""
+_ROOM: dict[tuple[int, int], SimpleQueue[None]] = {}
 
 
-class UploadBudget:
-    """Limits the bytes that the uploads of a process hold in memory. Thread-safe.
+def _room_of(options: ObjectOptions) -> SimpleQueue[None]:
+    """Returns a queue with a token for each part that the uploads of a process may hold in memory.
 
-    *Why each file has a reserve*: a part is sent when it is full. Without a reserve, several parts
-    that each lack a few bytes could wait for each other forever.
-
-    Args:
-        most_bytes: Limit of all files together.
-        own_bytes: Reserve of each file, granted even above the limit.
+    *Why a `SimpleQueue`*: Python's garbage collector may return a token inside of any call, and
+    its `put` is reentrant. *Why whole parts*: parts that each lack a few bytes could wait for each
+    other forever.
     """
-
-    def __init__(self, most_bytes: int, own_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._own_bytes = own_bytes
-        # Why reentrant: Python's garbage collector may call `give_back` inside of any call.
-        self._changed = threading.Condition(threading.RLock())
-        self._bytes = 0
-        self.highest_bytes = 0
-
-    def take(self, own: _FileBytes, num_bytes: int, until: Callable[[], bool]) -> None:
-        """Reserves bytes for a file; waits until there is room or `until` returns True.
-
-        Args:
-            own: Counter of the file.
-            num_bytes: Number of bytes to reserve.
-            until: Ends the wait early.
-        """
-        with self._changed:
-            while not (
-                own.num_bytes + num_bytes <= self._own_bytes
-                or self._bytes + num_bytes <= self._most_bytes
-                or until()
-            ):
-                self._changed.wait()
-            own.num_bytes += num_bytes
-            self._bytes += num_bytes
-            self.highest_bytes = max(self.highest_bytes, self._bytes)
-
-    def give_back(self, own: _FileBytes, num_bytes: int) -> None:
-        """Releases bytes of a file that are no longer referenced."""
-        with self._changed:
-            if not own.is_over:
-                own.num_bytes -= num_bytes
-                self._bytes -= num_bytes
-                self._changed.notify_all()
-
-    def forget(self, own: _FileBytes) -> None:
-        """Releases all bytes of an aborted file.
-
-        *Why*: an exception that the caller keeps may refer to pieces of the file indefinitely.
-        """
-        with self._changed:
-            self._bytes -= own.num_bytes
-            own.num_bytes, own.is_over = 0, True
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Makes all waiting threads evaluate `until` again."""
-        with self._changed:
-            self._changed.notify_all()
-
-
-class _FileBytes:
-    """Counts the bytes that the upload of one file holds in memory."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.is_over = False
-
-
-_LOCK = ProcessLock()
-# Why cleared in a forked child: it has no uploads that would release the bytes.
-_BUDGETS: dict[tuple[int, int], UploadBudget] = {}
-os.register_at_fork(after_in_child=_BUDGETS.clear)
-
-
-def budget_of(options: ObjectOptions) -> UploadBudget:
-    """Returns the budget shared by all files of this process that have these options."""
-    key = (options.upload_bytes, 2 * (options.request_bytes + _PIECE_BYTES))
-    with _LOCK:
-        return _BUDGETS.setdefault(key, UploadBudget(*key))
+    room: SimpleQueue[None] = SimpleQueue()
+    for _ in range(max(1, int(options.upload_bytes / options.request_bytes))):
+        room.put(None)
+    return _ROOM.setdefault((int(options.upload_bytes), int(options.request_bytes)), room)
 
 
 class ObjectWriter(OnceWriter):
-    """Implements `PartWriter`. Immutable bytes are not copied.
+    """Implements `PartWriter`; fills one part after the other.
 
     Args:
         storage: Storage to write to.
@@ -159,13 +85,24 @@ class ObjectWriter(OnceWriter):
 
     def __init__(self, storage: ObjectStorage, key: str) -> None:
         self._storage = storage
-        self._request_bytes = storage._options.request_bytes
-        self._budget = budget_of(storage._options)
-        self._own = _FileBytes()
-        self._num_bytes = 0
-        self._head: list[npt.NDArray[np.uint8]] = []
+        self._part_bytes = int(storage._options.request_bytes)
+        self._part = np.empty(self._part_bytes, np.uint8)
+        self._fill = 0
+        self._num_parts = 0
+        self._room = _room_of(storage._options)
+        self._held: list[weakref.finalize[Any, Any]] = []
         self._upload: _Upload | None = None
         super().__init__(storage._where(key), key)
+
+    def _append(self, data: BytesLike) -> None:
+        view = np.frombuffer(as_bytes_view(data), np.uint8)
+        while len(view):
+            if self._fill == self._part_bytes:
+                self._send()
+            piece = view[: self._part_bytes - self._fill]
+            self._part[self._fill : self._fill + len(piece)] = piece
+            self._fill += len(piece)
+            view = view[len(piece) :]
 
     def _publish(self) -> None:
         """Puts the file, or completes its multipart upload.
@@ -173,96 +110,71 @@ class ObjectWriter(OnceWriter):
         A multipart upload checks first that the key is free; see `StorageTraits.create_if_absent`.
         """
         if self._upload is None:
-            self._storage._create(self._key, self._head or b"", "publish")
-        else:
-            self._check_free()
-            self._upload.finish()
-        self._drop()
+            body = self._part[: self._fill] if self._fill else b""
+            self._storage._create(self._key, body, "publish")
+            return
+        self._send()
+        with suppress(KeyMissingError):
+            self._storage._size(self._key, "publish")
+            raise KeyExistsError(
+                f"could not publish {self._where}: it exists already", key=self._key
+            )
+        self._upload.finish()
 
     def _discard(self) -> None:
         # The store removes the parts that were uploaded.
         if self._upload is not None:
             self._upload.give_up()
-        self._drop()
-        self._budget.forget(self._own)
+        # Why: an exception that the caller keeps may refer to a part indefinitely.
+        for give_back in self._held:
+            give_back()
 
-    def _append(self, data: BytesLike) -> None:
-        view = as_bytes_view(data)
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            if self._num_bytes + len(piece) > self._request_bytes * _MOST_PARTS:
-                raise StorageError(
-                    f"could not write {self._where}: it gets longer than {_MOST_PARTS} parts of "
-                    f"{self._request_bytes} bytes; raise the storage option "
-                    f"request_bytes, or lower part_bytes",
-                    key=self._key,
-                )
-            self._budget.take(self._own, len(piece), self._has_ended)
-            self._hand_over(self._counted(piece, copy=not isinstance(data, bytes)))
-            self._num_bytes += len(piece)
-
-    def _has_ended(self) -> bool:
-        return self._upload is not None and self._upload.ended
-
-    def _counted(self, piece: memoryview, copy: bool) -> npt.NDArray[np.uint8]:
-        """Returns a piece as an array that releases its budget when it is garbage-collected."""
-        array = np.frombuffer(piece, np.uint8)
-        if provider_of(self._storage._store) is None:
-            # Why: obstore's in-memory store keeps a reference to the buffer.
-            self._budget.give_back(self._own, len(piece))
-            return array.copy()
-        array = array.copy() if copy else array.view()
-        weakref.finalize(array, self._budget.give_back, self._own, len(piece)).atexit = False
-        return array
-
-    def _hand_over(self, array: npt.NDArray[np.uint8]) -> None:
+    def _send(self) -> None:
+        """Hands the part to the upload, which begins with the first one, and begins another."""
+        if self._num_parts == _MOST_PARTS:
+            raise StorageError(
+                f"could not write {self._where}: it gets longer than {_MOST_PARTS} parts of "
+                f"{self._part_bytes} bytes; raise the storage option request_bytes, or lower "
+                f"part_bytes",
+                key=self._key,
+            )
         if self._upload is None:
-            self._head.append(array)
-            if self._num_bytes + len(array) <= self._request_bytes:
-                return
             # Careful: a bound method would keep this writer alive, and prevent abort on deletion.
-            put = partial(self._storage._put_parts, self._key)
-            self._upload = _Upload(put, self._budget)
-            while self._head:
-                self._upload.add(self._head.pop(0))
-        else:
-            self._upload.add(array)
-
-    def _check_free(self) -> None:
-        try:
-            self._storage._size(self._key, "publish")
-        except KeyMissingError:
-            return
-        raise KeyExistsError(f"could not publish {self._where}: it exists already", key=self._key)
-
-    def _drop(self) -> None:
-        self._head.clear()
-        self._upload = None
+            self._upload = _Upload(partial(self._storage._put_parts, self._key))
+        part = self._part[: self._fill]
+        self._part, self._fill = np.empty(self._part_bytes, np.uint8), 0
+        self._num_parts += 1
+        # Why not in memory: obstore's in-memory store keeps a reference to the part.
+        if provider_of(self._storage._store) is not None:
+            self._room.get()
+            give_back = weakref.finalize(part, self._room.put, None)
+            give_back.atexit = False
+            self._held = [one for one in self._held if one.alive] + [give_back]
+        self._upload.add(part)
 
 
 class _Upload:
-    """Runs a multipart upload in a thread of its own, which reads the pieces from a queue.
+    """Runs a multipart upload in a thread of its own, which reads the parts from a queue.
 
     Args:
-        put: Uploads the pieces of an iterator.
-        budget: Budget of the pieces; waiting threads are woken when the upload ends.
+        put: Uploads the parts of an iterator.
     """
 
-    def __init__(self, put: Callable[[_Pieces], object], budget: UploadBudget) -> None:
-        self._pieces = _Pieces()
+    def __init__(self, put: Callable[[_Parts], object]) -> None:
+        self._parts = _Parts()
         self._error: BaseException | None = None
-        self.ended = False
-        self._thread = start_thread(partial(self._run, put, budget), "ray_dcp upload")
+        self._has_ended = False
+        self._thread = start_thread(partial(self._run, put), "ray_dcp upload")
 
-    def add(self, piece: npt.NDArray[np.uint8]) -> None:
-        """Appends a piece.
+    def add(self, part: npt.NDArray[np.uint8]) -> None:
+        """Appends a part.
 
         Raises:
             StorageError: The upload has failed.
         """
-        if self.ended:
+        if self._has_ended:
             self._raise()
-        self._pieces.put(piece)
+        self._parts.put(part)
 
     def finish(self) -> None:
         """Completes the upload and waits until the file exists.
@@ -270,26 +182,25 @@ class _Upload:
         Raises:
             StorageError: The upload has failed.
         """
-        self._pieces.put(StopIteration())
+        self._parts.put(StopIteration())
         self._thread.join()
         if self._error is not None:
             self._raise()
 
     def give_up(self) -> None:
         """Aborts the upload, and waits until its parts are removed."""
-        self._pieces.drop()
-        self._pieces.put(_GivenUpError())
+        self._parts.drop()
+        self._parts.put(_GivenUpError())
         self._thread.join()
 
-    def _run(self, put: Callable[[_Pieces], object], budget: UploadBudget) -> None:
+    def _run(self, put: Callable[[_Parts], object]) -> None:
         try:
-            put(self._pieces)
+            put(self._parts)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that writes
             self._error = error
         finally:
-            self.ended = True
-            self._pieces.drop()
-            budget.wake()
+            self._has_ended = True
+            self._parts.drop()
 
     def _raise(self) -> None:
         error = self._error
@@ -303,21 +214,21 @@ class _GivenUpError(Exception):
     """Raised in the thread of an upload that is aborted."""
 
 
-class _Pieces(SimpleQueue["npt.NDArray[np.uint8] | Exception"]):
-    """Iterates once over pieces from another thread; a queued exception ends the iteration."""
+class _Parts(SimpleQueue["npt.NDArray[np.uint8] | Exception"]):
+    """Iterates once over parts from another thread; a queued exception ends the iteration."""
 
     def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
         return self
 
     def __next__(self) -> npt.NDArray[np.uint8]:
-        piece = self.get()
-        if isinstance(piece, Exception):
-            self.put(piece)  # for further calls
-            raise piece
-        return piece
+        part = self.get()
+        if isinstance(part, Exception):
+            self.put(part)  # for further calls
+            raise part
+        return part
 
     def drop(self) -> None:
-        """Drops all pieces that were not read."""
+        """Drops all parts that were not read."""
         with suppress(Empty):
             while True:
                 self.get_nowait()

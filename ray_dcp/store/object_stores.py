@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.credentials import default_credentials, tried
-from ray_dcp.store.retry import Retrying
-from ray_dcp.store.storage_adapter import redacted
+from ray_dcp.store.remote import Retrying, redacted
 
 MIB = 1 << 20
 K = TypeVar("K")
@@ -65,7 +64,7 @@ class ObjectOptions:
     """Length of one part of an upload, and of the longest file that is put by a single request."""
     upload_bytes: int = 128 * MIB
     """Maximum number of bytes held in memory by uploads, over all files that this process writes
-    to the store. In addition, each file may always have two requests in flight."""
+    to the store. In addition, each file has the part that it fills."""
     num_requests: int = 8
     """Number of parts of one file that are uploaded concurrently."""
     retry_timeout_s: float = 180.0

@@ -160,16 +160,11 @@ def _with_filesystem(url: str, filesystem: Any) -> Target:
 
 
 def _in_filesystem(url: str, filesystem: Any) -> Storage:
-    # Why imported here: each adapter imports the library of its filesystems.
-    kind = kind_of_filesystem(filesystem)
-    if kind == "obstore":
+    # Why imported here: each storage imports the library of its filesystems.
+    if kind_of_filesystem(filesystem) == "obstore":
         from ray_dcp.store.object_storage import ObjectStorage
 
         return ObjectStorage.within(filesystem, url)
-    if kind == "arrow":
-        from ray_dcp.store.filesystems import ArrowStorage
-
-        return ArrowStorage.within(filesystem, url)
     from ray_dcp.store.filesystems import FsspecStorage
 
     return FsspecStorage.within(filesystem, url)

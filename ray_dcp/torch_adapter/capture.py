@@ -3,17 +3,17 @@
 `tensors` returns the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
 bytes of an object.
 
-If `SaveOptions.nonfinite` asks for it, `checking_finite` searches the bytes to be saved for NaN and
+If `SaveOptions.nonfinite` asks for it, `checked_finite` searches the bytes to be saved for NaN and
 infinities before the ranks join the save, so that a refused save has neither plan nor file.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from warnings import warn
 
 import numpy as np
@@ -120,7 +120,6 @@ def capture(
     rows = Rows(
         digests=world_size > 1,
         with_paths=flatten_state_dict,
-        flatten_sharded_tensors=flatten_sharded_tensors,
         frozen=frozen_names(state_dict) if options.unchanged == "link" else None,
     )
     with collector_paused():
@@ -227,7 +226,6 @@ class Rows:
     Args:
         digests: Compute digests of what other ranks may hold as well.
         with_paths: Keep the places in the nested state dict.
-        flatten_sharded_tensors: See `capture`.
         frozen: Names of tensors that are known not to be trained, beside parameters that are in the
             state dict themselves; None if nobody asks which.
     """
@@ -237,13 +235,11 @@ class Rows:
         *,
         digests: bool,
         with_paths: bool = True,
-        flatten_sharded_tensors: bool = True,
         frozen: Collection[str] | None = None,
     ) -> None:
         self._digests = digests
         self._with_paths = with_paths
-        self._flatten_sharded_tensors = flatten_sharded_tensors
-        self._layouts = Layouts()
+        self._layouts: Layouts = {}
         self._names: list[str] = []
         self._paths: list[NamePath | None] = []
         self.name: list[int] = []
@@ -330,13 +326,7 @@ class Rows:
             self.add(_OBJECT, data, None, (), is_empty, digest)
 
     def _sharded(self, fqn: str, value: Any) -> None:
-        held = sharded(
-            value,
-            fqn,
-            self._layouts,
-            saving=True,
-            flatten_sharded_tensors=self._flatten_sharded_tensors,
-        )
+        held = sharded(value, fqn, self._layouts, saving=True)
         for box, tensor in zip(held.boxes, held.tensors, strict=True):
             row, digest = len(self.values), 0
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
@@ -485,78 +475,66 @@ def check_nonfinite(options: SaveOptions, path: str) -> None:
         )
 
 
-def checking_finite(
-    take: Callable[[], Capture], options: SaveOptions, rank: int
-) -> Callable[[], Capture]:
-    """Returns a function that captures like `take`, and checks for NaN and infinities if asked.
+def checked_finite(captured: Capture, options: SaveOptions, rank: int) -> Capture:
+    """Returns a capture after a search for NaN and infinities, if the options ask for one.
 
     Args:
-        take: Captures the state.
+        captured: The capture.
         options: Only `nonfinite` is used.
         rank: Rank of this process, for messages.
 
     Raises:
-        NonFiniteError: The returned function found NaN or infinities, and the options refuse them.
+        NonFiniteError: There are NaN or infinities, and the options refuse them.
     """
-    if options.nonfinite == "ignore":
-        return take
-
-    def look() -> Capture:
-        captured = take()
-        bad = _nonfinite_items(captured)
-        if not bad:
-            return captured
-        told = _told(bad, rank)
-        if options.nonfinite == "refuse":
-            raise NonFiniteError(
-                f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
-                rank=rank,
-                key=bad[0][0],
-            )
-        if rank:
-            # Why here: of a save's warnings only the first rank's are shown, as most of them are
-            # the same on all ranks. This one is known to this rank alone.
-            warn(told, UserWarning, stacklevel=2)
-        return replace(captured, warnings=(*captured.warnings, told))
-
-    return look
+    if options.nonfinite == "ignore" or not (bad := _nonfinite_items(captured)):
+        return captured
+    told = _told(bad, rank)
+    if options.nonfinite == "refuse":
+        raise NonFiniteError(
+            f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
+            rank=rank,
+            key=bad[0][0],
+        )
+    if rank:
+        # Why here: of a save's warnings only the first rank's are shown, as most of them are the
+        # same on all ranks. This one is known to this rank alone.
+        warn(told, UserWarning, stacklevel=2)
+    return replace(captured, warnings=(*captured.warnings, told))
 
 
 _PIECE_ELEMENTS = 4 << 20
 """Most values that are converted at once."""
-_BATCH_BYTES = 256 << 20
-"""Tensors of one device are searched together up to this size, with one copy to the host."""
 
 
-def nonfinite_of(tensors: Sequence[torch.Tensor]) -> list[NonFinite]:
-    """Returns the number of NaN and of infinities of each tensor, counted on its device.
+def nonfinite_of(
+    tensor: Callable[[int], torch.Tensor], rows: Iterable[int]
+) -> dict[int, NonFinite]:
+    """Returns the number of NaN and of infinities of each tensor that has any.
 
     Args:
-        tensors: Plain tensors of one device.
+        tensor: Returns the plain tensor of a row; called once more for a tensor that is counted.
+        rows: The rows to search.
 
-    Complexity: one sum of each tensor, and one copy to the host for all of them; where a sum is not
-    finite, two copies more, and memory for a few pieces of `_PIECE_ELEMENTS`.
+    Complexity: one sum of each tensor on its device, and one copy to the host for each device; more
+    only where a sum is not finite. Memory for a few pieces of `_PIECE_ELEMENTS`.
 
     Examples:
-        >>> nonfinite_of([torch.tensor([3.0, -4.0, torch.nan])])
-        [(1, 0)]
+        >>> nonfinite_of([torch.ones(2), torch.tensor([3.0, -4.0, torch.nan])].__getitem__, (0, 1))
+        {1: (1, 0)}
     """
-    found = [(0, 0)] * len(tensors)
-    pieces = [
-        (index, piece)
-        for index, tensor in enumerate(tensors)
-        if tensor.numel()
-        for piece in _pieces(tensor.detach())
-    ]
-    if not pieces:
-        return found
-    finite = torch.stack([_sum(piece) for _, piece in pieces]).isfinite().tolist()
-    for (index, piece), is_finite in zip(pieces, finite, strict=True):
+    sums: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
+    for row in rows:
+        one = tensor(row)
+        if one.numel():
+            sums[one.device][row] = torch.stack([*map(_sum, _pieces(one.detach()))]).sum()
+    found = {}
+    for of_device in sums.values():
+        finite = torch.stack([*of_device.values()]).isfinite().tolist()
         # Why counted only here: a sum of finite values may overflow too.
-        if not is_finite:
-            size = piece.to(torch.complex128 if piece.is_complex() else torch.float64).abs()
-            num_nan, num_inf = torch.stack([size.isnan().sum(), size.isinf().sum()]).tolist()
-            found[index] = (found[index][0] + num_nan, found[index][1] + num_inf)
+        for row in (row for row, is_finite in zip(of_device, finite, strict=True) if not is_finite):
+            counts = torch.stack([*map(_counts, _pieces(tensor(row).detach()))]).sum(0).tolist()
+            if any(counts):
+                found[row] = (counts[0], counts[1])
     return found
 
 
@@ -576,25 +554,21 @@ def _sum(piece: torch.Tensor) -> torch.Tensor:
     return (piece if piece.itemsize > 2 else piece.float()).sum().double()
 
 
+def _counts(piece: torch.Tensor) -> torch.Tensor:
+    size = piece.to(torch.complex128 if piece.is_complex() else torch.float64).abs()
+    return torch.stack([size.isnan().sum(), size.isinf().sum()])
+
+
 def _nonfinite_items(captured: Capture) -> list[tuple[str, NonFinite, int]]:
     """Returns name, counts and number of values of each item with NaN or infinities."""
-    columns = captured.columns
-    source: Any = captured.source
+    columns, source = captured.columns, cast("TensorBytes", captured.source)
     searched = np.array([*map(_may_be_nonfinite, columns.dtypes), False])
     rows = np.flatnonzero((columns.kind == Kind.TENSOR) & searched[columns.dtype]).tolist()
-    found: dict[int, NonFinite] = {}
-    batches: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
-    for number, row in enumerate(rows, start=1):
-        tensor = source.tensor(row)
-        batches[tensor.device][row] = tensor
-        for device, batch in list(batches.items()):
-            if number == len(rows) or sum(one.nbytes for one in batch.values()) > _BATCH_BYTES:
-                found.update(zip(batch, nonfinite_of([*batch.values()]), strict=True))
-                del batches[device]
+    found = nonfinite_of(source.tensor, rows)
     return [
         (columns.names[columns.name[row]], found[row], source.tensor(row).numel())
         for row in rows
-        if any(found[row])
+        if row in found
     ]
 
 

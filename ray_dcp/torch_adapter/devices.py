@@ -40,8 +40,8 @@ import torch
 
 from ray_dcp.core.checksums import block_check, block_checks, digest_bytes
 from ray_dcp.core.values import UInt64Array
-from ray_dcp.errors import InternalError, UnsupportedValueError
-from ray_dcp.torch_adapter.tensors import host_bytes, lost_memory
+from ray_dcp.errors import InternalError
+from ray_dcp.torch_adapter.tensors import device_bytes, host_bytes, is_direct
 
 logger = logging.getLogger(__name__)
 
@@ -313,27 +313,6 @@ class DeviceFiller:
         self._under_way.append(kept)
 
 
-def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a plain tensor as uint8[n] in C order, on its device.
-
-    The result is a view of the tensor's memory if that is contiguous. See `tensors.host_bytes`.
-
-    Raises:
-        UnsupportedValueError: The tensor's memory was freed. A kernel that reads freed memory ends
-            all use of CUDA in the process.
-
-    Examples:
-        >>> device_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T).tolist()
-        [1, 3, 2, 4]
-    """
-    if (reason := lost_memory(tensor)) is not None:
-        raise UnsupportedValueError(f"a tensor {reason}")
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    return plain.view(-1).view(torch.uint8)
-
-
 def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
     """Returns a range of `device_bytes`.
 
@@ -357,11 +336,6 @@ def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tenso
             break
         tensor = tensor[first]
     return device_bytes(tensor)[start : start + num_bytes]
-
-
-def is_direct(tensor: torch.Tensor) -> bool:
-    """Returns whether the memory of a tensor holds its elements in C order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _parts(items: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:

@@ -57,7 +57,6 @@ from ray_dcp.torch_adapter.flatten import flatten, flatten_top, listed
 from ray_dcp.torch_adapter.objects import load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.shards import SEES_PARTS
-from ray_dcp.torch_adapter.sink import default_device
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
     refuse_per_rank,
@@ -509,25 +508,26 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
             wanted.setdefault(item.storage_index.fqn, []).append(item)
         sends = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
         names = sorted(_sizes(planner)) if sends else list(wanted)
-        held, failed = None, None
+
+        def sent(value: Any) -> Any:
+            """Returns the value of the rank that reads the file; raises its exception."""
+            values = [value]
+            if sends:
+                dist.broadcast_object_list(values, src=self.coordinator_rank)
+            if isinstance(values[0], Exception):
+                raise values[0]
+            return values[0]
+
+        held: Any = None
         if not sends or dist.get_rank() == self.coordinator_rank:
             try:
                 held = self._held(planner, names)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
-                failed = error
-        told: list[Any] = [failed or {n: (t.shape, t.dtype) for n, t in (held or {}).items()}]
-        if sends:
-            dist.broadcast_object_list(told, src=self.coordinator_rank)
-        if isinstance(told[0], Exception):
-            raise told[0]
+                held = error
+        sent(held if isinstance(held, Exception) else None)
         for name in names:
-            shape, dtype = told[0][name]
-            tensor = held[name] if held is not None else torch.empty(shape, dtype=dtype)
-            if sends:
-                tensor = tensor.to(default_device()).contiguous()
-                if held is None:
-                    tensor = torch.empty(shape, dtype=dtype, device=default_device())
-                dist.broadcast(tensor, src=self.coordinator_rank)
+            # Why a clone: a view is sent with its whole storage.
+            tensor = sent(held and (held[name].clone() if sends else held[name]))
             for item in wanted.get(name, []):
                 _place(tensor, item, planner)
         future: Future[None] = Future()

@@ -4,8 +4,8 @@ The state dict does not change before the first byte arrives: planning makes all
 which is `Targets.check_coverage`. Each value of the state dict becomes the boxes that it wants of a
 chunk table, or the place of an object; `sink` decides which memory the bytes are written to.
 
-If a target has another shape than the stored tensor, `Resizing` loads the common part and leaves
-the rest unchanged.
+If a target has another shape than the stored tensor, and `LoadOptions.resize` allows that,
+`stored_part` selects the common part, and the rest is left unchanged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ from ray_dcp.torch_adapter.sink import (
     Boxes,
     Fresh,
     TensorSink,
-    fresh_dtensor,
-    fresh_parts,
-    fresh_plain,
     fresh_taker,
+    fresh_value,
     geometry,
     target_problem,
 )
@@ -62,82 +60,36 @@ from ray_dcp.torch_adapter.tensors import (
 )
 
 
-class Resizing:
-    """Applies `LoadOptions.resize`: which shapes may differ, and which part of a target is filled.
+def stored_part(
+    tensor: torch.Tensor,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    stored: tuple[int, ...],
+) -> torch.Tensor | None:
+    """Returns the part of a target's box that is stored, or None if no part is.
 
         stored (3, 2)    # # .      target (2, 3): the part `#` is loaded, `.` is
                          # # .      left unchanged; the stored row `o` is not read
                          o o
 
     Args:
-        options: Only `resize` is used.
-
-    Attributes:
-        done: `(FQN, stored shape, target shape)` of the targets that were allowed to differ.
+        tensor: The tensor that holds the box.
+        offset: Where the box starts in the whole target.
+        size: Its lengths.
+        stored: The stored shape.
     """
-
-    def __init__(self, options: LoadOptions) -> None:
-        self.done: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        self._rules = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
-
-    def allows(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Returns whether two shapes may differ, and records it."""
-        ndim = len(stored)
-        if not self._rules or ndim != len(shape):
-            return False
-        free = {
-            dim % ndim
-            for pattern, dims in self._rules.items()
-            if fnmatchcase(fqn, pattern)
-            for dim in dims
-            if -ndim <= dim < ndim
-        }
-        if any(
-            a != b and dim not in free for dim, (a, b) in enumerate(zip(stored, shape, strict=True))
-        ):
-            return False
-        self.done.append((fqn, stored, shape))
-        return True
-
-    def refuse_new(self, fqn: str) -> None:
-        """Raises if a target that was just allowed to differ would be replaced by a new tensor.
-
-        Raises:
-            UnsupportedValueError: It would.
-        """
-        if self.done and self.done[-1][0] == fqn:
-            raise UnsupportedValueError(
-                f"{fqn!r} is of another shape than is saved, and has no memory (meta device) or "
-                f"another dtype: give it memory of the saved dtype before loading"
-            )
-
-    def part(
-        self,
-        tensor: torch.Tensor,
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-        stored: tuple[int, ...],
-    ) -> torch.Tensor | None:
-        """Returns the part of a target's box that is stored, or None if no part is.
-
-        Args:
-            tensor: The tensor that holds the box.
-            offset: Where the box starts in the whole target.
-            size: Its lengths.
-            stored: The stored shape, with the same number of dimensions.
-        """
-        if 0 in size:
-            return None
-        if len(stored) != len(size):
-            return tensor  # A mismatch, reported with all others.
-        end = tuple(max(0, min(n, s - o)) for o, n, s in zip(offset, size, stored, strict=True))
-        if end == tuple(size):
-            return tensor
-        part = tensor.detach()
-        for dim, length in enumerate(end):
-            if length < size[dim]:
-                part = part.narrow(dim, 0, length)
-        return None if 0 in end else part
+    if 0 in size:
+        return None
+    if len(stored) != len(size):
+        return tensor  # A mismatch, reported with all others.
+    end = tuple(max(0, min(n, s - o)) for o, n, s in zip(offset, size, stored, strict=True))
+    if end == tuple(size):
+        return tensor
+    part = tensor.detach()
+    for dim, length in enumerate(end):
+        if length < size[dim]:
+            part = part.narrow(dim, 0, length)
+    return None if 0 in end else part
 
 
 Place = tuple[Any, Any]
@@ -157,23 +109,19 @@ class Placing:
         objects: `(number in the table, FQN, place)` of Python objects.
         loaded: FQNs that are loaded.
         cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
-        resizing: Targets whose shapes differ from the stored ones.
+        resized: `(FQN, stored shape, target shape)` of targets that `options.resize` lets differ.
     """
 
-    def __init__(
-        self, table: ChunkTable, options: LoadOptions, *, flatten_sharded_tensors: bool
-    ) -> None:
+    def __init__(self, table: ChunkTable, options: LoadOptions) -> None:
         self.table = table
         self.options = options
-        self._itemsizes: dict[int, int] = {}
-        self.raw = Boxes(self._itemsizes)
-        self.opaque = Boxes(self._itemsizes)
+        self.raw, self.opaque = Boxes(), Boxes()
         self.objects: list[tuple[int, str, Place]] = []
         self.loaded: list[str] = []
         self.cast: list[tuple[str, str, str]] = []
-        self._flatten_sharded_tensors = flatten_sharded_tensors
-        self._layouts = Layouts()
-        self.resizing = Resizing(options)
+        self._layouts: Layouts = {}
+        self.resized: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        self._free = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
         self._fresh: list[tuple[Place, Fresh]] = []
         self._placed: dict[int, Any] = {}
         self._mismatches: list[str] = []
@@ -335,10 +283,7 @@ class Placing:
             box = ((0,) * value.dim(), tuple(value.shape))
             held = Sharded(box[1], value.dtype, value.requires_grad, (box,), (value,))
         else:
-            flattens = self._flatten_sharded_tensors
-            held = sharded(
-                value, fqn, self._layouts, saving=False, flatten_sharded_tensors=flattens
-            )
+            held = sharded(value, fqn, self._layouts, saving=False)
         stored = self._check_fit(fqn, held.shape, held.dtype, number)
         # Why not raw for a tensor without elements either: only its item contains its class.
         is_raw = self._kinds[number] == _TENSOR and not (
@@ -352,13 +297,13 @@ class Placing:
             taker = fresh_taker(value, kept != stored, kept, fqn, fresh) if is_whole else None
             for index, (offset, size) in enumerate(held.boxes):
                 if 0 not in size or (is_whole and not is_raw):
-                    boxes.add(number, offset, size)
+                    boxes.add(number, offset, size, stored)
                     boxes.sink.add_late(partial(fresh.tensor, index), stored, taker)
             return
         for (offset, size), tensor in zip(held.boxes, held.tensors, strict=True):
-            part = self.resizing.part(tensor, offset, size, self._shapes[number])
+            part = stored_part(tensor, offset, size, self._shapes[number])
             if part is not None:
-                boxes.add(number, offset, tuple(part.shape))
+                boxes.add(number, offset, tuple(part.shape), stored)
                 self._add_target(fqn, part, stored, boxes.sink)
 
     def _add_target(
@@ -375,14 +320,13 @@ class Placing:
         self, fqn: str, value: Any, place: Place, dtype: torch.dtype, *, may_be_cast: bool
     ) -> Fresh:
         """Returns the new tensor that replaces a target, made when its first byte arrives."""
-        self.resizing.refuse_new(fqn)
-        if isinstance(value, DTensor):
-            make: Callable[..., Any] = fresh_dtensor
-        elif is_checkpointable(value):
-            make = fresh_parts
-        elif not is_sharded(value):
-            make = fresh_plain
-        else:
+        if self.resized and self.resized[-1][0] == fqn:
+            raise UnsupportedValueError(
+                f"{fqn!r} is of another shape than is saved, and has no memory (meta device) or "
+                f"another dtype: give it memory of the saved dtype before loading"
+            )
+        can_be_made = isinstance(value, DTensor) or is_checkpointable(value)
+        if is_sharded(value) and not can_be_made:
             why = "is on the meta device: give it memory before loading"
             if may_be_cast:
                 why = "can't be made with another dtype, as LoadOptions(dtype='keep') asks"
@@ -391,7 +335,7 @@ class Placing:
 
         def made() -> Any:
             try:
-                return make(value, fqn, dtype)
+                return fresh_value(value, dtype)
             except NotImplementedError as error:  # raised by a user class
                 raise UnsupportedValueError(
                     f"{fqn!r} is on the meta device, and its class can't make one with memory "
@@ -399,9 +343,23 @@ class Placing:
                     key=fqn,
                 ) from error
 
-        fresh = Fresh(made)
+        fresh = Fresh(made, fqn)
         self._fresh.append((place, fresh))
         return fresh
+
+    def _may_differ(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Returns whether `options.resize` lets two shapes differ."""
+        ndim = len(stored)
+        free = {
+            dim % ndim
+            for pattern, dims in self._free.items()
+            if fnmatchcase(fqn, pattern)
+            for dim in dims
+            if -ndim <= dim < ndim
+        }
+        return ndim == len(shape) and all(
+            a == b or dim in free for dim, (a, b) in enumerate(zip(stored, shape, strict=True))
+        )
 
     def _check_fit(
         self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, number: int
@@ -411,10 +369,11 @@ class Placing:
         stored = self._dtypes.get(code)
         if stored is None:
             stored = self._dtypes[code] = dtype_of(self.table.dtypes[code], fqn=fqn)
-        self._itemsizes[number] = stored.itemsize
         if shape != self._shapes[number]:
-            if self.resizing.allows(fqn, self._shapes[number], shape) and stored == dtype:
-                return stored
+            if self._may_differ(fqn, self._shapes[number], shape):
+                self.resized.append((fqn, self._shapes[number], shape))
+                if stored == dtype:
+                    return stored
             self._differ_in_size = True
             self._mismatches.append(
                 f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
@@ -510,7 +469,7 @@ def plan_targets(
     if stateful:
         stored = Stored.of_table(table, index)
         loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
-    placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
+    placing = Placing(table, options)
     with collector_paused():
         values = state_dict if loaded is None else loaded.values
         if flatten_state_dict:
@@ -558,7 +517,7 @@ def plan_targets(
             unexpected=unexpected,
             cast=tuple(placing.cast),
             late_cast=late,
-            resized=tuple(placing.resizing.done),
+            resized=tuple(placing.resized),
             untaken=untaken,
             whole=() if loaded is None else loaded.whole,
         )

@@ -51,8 +51,7 @@ from ray_dcp.format.object_pickle import (
     need,
     set_attributes,
 )
-from ray_dcp.format.stream_transforms import check_plain
-from ray_dcp.format.torch_items import stored_records
+from ray_dcp.format.torch_items import check_plain, stored_records
 from ray_dcp.store.location import checked_url
 from ray_dcp.torch_adapter.devices import bytes_digest
 from ray_dcp.torch_adapter.tensors import lost_memory_within

@@ -182,19 +182,18 @@ def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
     if not left:
         return
     told = listed([*map(repr, left)])
-    if strict:
-        raise StateDictError(
-            f"LoadOptions(strict=True), but the checkpoint holds {len(left)} key(s) that the state "
-            f"dict does not ask for: {told}",
-            key=left[0],
-        )
-    raise StateDictError(
+    message = (
         f"the checkpoint holds state of a module or optimizer that the one to load into does not "
-        f"have: {told}. Make it as it was saved: a module with the same "
-        f"layers, an optimizer over the same parameters, frozen ones too, in as many groups "
-        f"(add_param_group); or leave this out with LoadOptions(strict=False)",
-        key=left[0],
+        f"have: {told}. Make it as it was saved: a module with the same layers, an optimizer over "
+        f"the same parameters, frozen ones too, in as many groups (add_param_group); or leave this "
+        f"out with LoadOptions(strict=False)"
     )
+    if strict:
+        message = (
+            f"LoadOptions(strict=True), but the checkpoint holds {len(left)} key(s) that the state "
+            f"dict does not ask for: {told}"
+        )
+    raise StateDictError(message, key=left[0])
 
 
 class _Named:
@@ -381,18 +380,12 @@ class _Named:
             ]
             for group in optimizer.param_groups
         ]
-        unknown = {
-            id(p): any(not _is_known(p, *row) for row in wanted[id(p)])
-            for own in groups
-            for p in own
-        }
-        ids = {number for number, is_unknown in unknown.items() if is_unknown}
+        ids = set[int]()
         for own in groups:
+            ids |= {id(p) for p in own if not all(_is_known(p, *row) for row in wanted[id(p)])}
             # Why not sharded parameters: the step may wait for other ranks, which need not take it.
-            plain = [p for p in own if not isinstance(p, DTensor)]
-            ids.update(
-                map(id, sorted(plain, key=torch.Tensor.numel)[: 1 if self._is_strict else None])
-            )
+            plain = sorted((p for p in own if not isinstance(p, DTensor)), key=torch.Tensor.numel)
+            ids.update(map(id, plain[: 1 if self._is_strict else None]))
         made = self._primed(ids)
         for own in groups:
             sample = next((made[id(p)] for p in own if id(p) in made), None)
@@ -428,15 +421,9 @@ class _Named:
         device = owner.device
         if isinstance(like, torch.Tensor):
             device = like.device
-        elif path[-1:] == ("step",) and not self._counts_on_device(owner):
-            device = torch.device("cpu")
+        elif path[-1:] == ("step",):
+            device = torch.device("cpu")  # `_placed` moves it where the optimizer counts.
         return torch.empty(item.shape, dtype=item.dtype, device=device)
-
-    def _counts_on_device(self, parameter: Any) -> bool:
-        for group in self._optimizer.param_groups:
-            if any(parameter is one for one in group["params"]):
-                return _counts_on_device(group)
-        return False
 
     # --- setting loaded state --------------------------------------------------------------------
 
@@ -625,8 +612,8 @@ class _Named:
             done(optimizer)
 
 
-class _ByLibrary:
-    """Adapter of an optimizer whose state only its own code can set.
+class _OwnForm:
+    """Adapter of an optimizer whose class replaces `state_dict` and so defines names and values.
 
     Args:
         optimizer: The optimizer.
@@ -638,10 +625,7 @@ class _ByLibrary:
         self._key = ""
 
     def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _set(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
+        return self._optimizer.state_dict()
 
     def targets(
         self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
@@ -657,18 +641,11 @@ class _ByLibrary:
         self._set(_containers(state_dict))
         self.casts = _compared(self._optimizer, self._key, state_dict, self.state_dict())
 
-
-class _OwnForm(_ByLibrary):
-    """Adapter of an optimizer whose class replaces `state_dict` and so defines names and values."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
     def _set(self, state_dict: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state_dict)
 
 
-class _FlatParameters(_ByLibrary):
+class _FlatParameters(_OwnForm):
     """Adapter of an optimizer over FSDP1's flat parameters; torch's helper shards their state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

@@ -133,11 +133,6 @@ class _PlannerHooks:
 # Saves
 
 
-def is_path(path: Any) -> bool:
-    """Returns whether a value is a path in a nested state dict: mapping keys and list indices."""
-    return isinstance(path, (tuple, list)) and all(isinstance(key, (str, int)) for key in path)
-
-
 def metadata_problems(plans: Sequence[SavePlan], metadata: Metadata) -> list[str]:
     """Returns where a planner's metadata differs from the plans that it belongs to."""
     problems = [
@@ -300,7 +295,10 @@ def _paths_of(planner_data: Any) -> dict[str, NamePath] | None:
     """
     if planner_data is None:
         return {}
-    if isinstance(planner_data, Mapping) and all(map(is_path, planner_data.values())):
+    if isinstance(planner_data, Mapping) and all(
+        isinstance(path, (tuple, list)) and all(isinstance(key, (str, int)) for key in path)
+        for path in planner_data.values()
+    ):
         return {str(name): tuple(path) for name, path in planner_data.items()}
     return None
 
@@ -671,10 +669,8 @@ class PlannedReads:
         self._planner = hooks.planner
         self._table = table
         self._options = options
-        self._itemsizes: dict[int, int] = {}
         self._raw, self._opaque = PlannerSink(hooks, options), PlannerSink(hooks, options)
-        self._raw_boxes = Boxes(self._itemsizes, self._raw)
-        self._opaque_boxes = Boxes(self._itemsizes, self._opaque)
+        self._raw_boxes, self._opaque_boxes = Boxes(self._raw), Boxes(self._opaque)
         # The default lookup returns views of the state dict, so an early lookup costs nothing and
         # finds a dtype that does not match before anything changes.
         self._looks_early = isinstance(self._planner, DefaultLoadPlanner) and not hooks.overrides(
@@ -708,10 +704,9 @@ class PlannedReads:
             return
         offset, size = self._box(item, tensor)
         dtype = dtype_of(self._table.dtypes[self._table.dtype[tensor]], fqn=fqn)
-        self._itemsizes[tensor] = dtype.itemsize
         is_opaque = kind == Kind.OPAQUE
         sink = self._opaque if is_opaque else self._raw
-        (self._opaque_boxes if is_opaque else self._raw_boxes).add(tensor, offset, size)
+        (self._opaque_boxes if is_opaque else self._raw_boxes).add(tensor, offset, size, dtype)
         sink.add_item(item, dtype)
         if self._looks_early:
             sink.target(len(sink) - 1)

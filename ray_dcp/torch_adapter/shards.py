@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import checkpoint
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ray_dcp.core.values import Int64Array
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.torch_adapter.subclasses import with_attributes
 from ray_dcp.torch_adapter.tensors import FIELDS, is_checkpointable, is_plain
@@ -63,26 +65,23 @@ def is_sharded(value: Any) -> bool:
     )
 
 
-def sharded(
-    value: Any, fqn: str, layouts: Layouts, *, saving: bool, flatten_sharded_tensors: bool = True
-) -> Sharded:
+def sharded(value: Any, fqn: str, layouts: Layouts | None = None, *, saving: bool) -> Sharded:
     """Returns what this rank holds of a sharded tensor.
 
     Args:
         value: A value for which `is_sharded` holds.
         fqn: Name of the tensor, for messages and for DCP's protocol.
-        layouts: Cache of one save or load.
+        layouts: The layouts that are known; new ones are added.
         saving: Call `__create_write_items__` rather than `__create_chunk_list__`.
-        flatten_sharded_tensors: Flatten a `ShardedTensor` within a `ShardedTensor` (2-D FSDP1).
 
     Raises:
         UnsupportedValueError: The tensor has a `Partial` placement, a local tensor does not fit its
             box, or the protocol returned no boxes.
     """
     if isinstance(value, DTensor):
-        return _from_dtensor(value, fqn, layouts, saving)
+        return _from_dtensor(value, fqn, {} if layouts is None else layouts, saving)
     if isinstance(value, ShardedTensor):
-        return _from_sharded_tensor(value, fqn, flatten_sharded_tensors)
+        return _from_sharded_tensor(value, fqn)
     if hasattr(value, "__create_chunk_list__"):
         return _from_protocol(value, fqn, saving)
     return _from_parts(value, fqn)
@@ -96,38 +95,17 @@ class Layout:
         local_size: Shape that the local tensor must have.
         boxes: Boxes that it covers; several if a strided shard has rows from several places.
         starts: Where each box begins in the local tensor.
-        shape: Shape of the global tensor.
         replicated: Whether other ranks hold the same boxes as declared replicas.
-        partial: Whether the local tensor is only a summand.
     """
 
     local_size: tuple[int, ...]
     boxes: tuple[Box, ...]
     starts: tuple[tuple[int, ...], ...]
-    shape: tuple[int, ...]
     replicated: bool
-    partial: bool
 
 
-class Layouts:
-    """Caches the layout of each (mesh, placements, global shape).
-
-    It keeps its meshes alive, so that their ids stay unique.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, Any, Any], Layout] = {}
-        self._meshes: dict[int, Any] = {}
-
-    def of(self, tensor: DTensor) -> Layout:
-        """Returns the layout on this rank; without boxes if it is not in the tensor's mesh."""
-        mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
-        key = (id(mesh), placements, shape)
-        layout = self._known.get(key)
-        if layout is None:
-            self._meshes[id(mesh)] = mesh
-            layout = self._known[key] = _layout(mesh, placements, shape)
-        return layout
+Layouts = dict[tuple[Any, Any, Any], Layout]
+"""The known layouts by mesh, placements and global shape, for one save or load."""
 
 
 def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]:
@@ -154,67 +132,31 @@ def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]
         >>> chunk_spans(8, [(2, 1, 1)]), chunk_spans(8, [(2, 0, 2)])
         ([(4, 4)], [(0, 2), (4, 2)])
     """
-    spans = [(0, length)]
+    held = np.arange(length)
     for pieces, number, factor in cuts:
-        total = sum(size for _, size in spans)
-        parts = [_chunk(total, factor, part) for part in range(factor)]
-        wanted = [
-            (start + begin, count)
-            for start, size in parts
-            for begin, count in [_chunk(size, pieces, number)]
-        ]
-        spans = _merge(piece for start, size in wanted for piece in _slice(spans, start, size))
-    return spans
+        held = np.concatenate(
+            [_chunk(_chunk(held, factor, part), pieces, number) for part in range(factor)]
+        )
+    runs = np.split(held, np.flatnonzero(np.diff(held) != 1) + 1)
+    return [(int(run[0]), len(run)) for run in runs if len(run)]
 
 
-def _chunk(length: int, pieces: int, index: int) -> Span:
-    """Returns the `index`-th piece by the rule of `torch.chunk`."""
-    full = -(-length // pieces)
-    start = min(length, full * index)
-    return start, min(length, start + full) - start
-
-
-def _slice(spans: list[Span], start: int, size: int) -> list[Span]:
-    """Returns elements `[start, start + size)` of the sequence that the spans form."""
-    found, before = [], 0
-    for first, count in spans:
-        low, high = max(start, before), min(start + size, before + count)
-        if low < high:
-            found.append((first + low - before, high - low))
-        before += count
-    return found
-
-
-def _merge(spans: Any) -> list[Span]:
-    merged: list[Span] = []
-    for start, size in spans:
-        if merged and merged[-1][0] + merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((start, size))
-    return merged
+def _chunk(held: Int64Array, pieces: int, number: int) -> Int64Array:
+    """Returns a piece by the rule of `torch.chunk`: all have the same length but the last."""
+    full = -(-len(held) // pieces)
+    return held[full * number : full * (number + 1)]
 
 
 def _layout(mesh: Any, placements: Sequence[Any], shape: torch.Size) -> Layout:
-    partial = any(isinstance(placement, Partial) for placement in placements)
-    if partial or mesh.get_coordinate() is None:
-        return Layout((), (), (), tuple(shape), replicated=False, partial=partial)
+    if mesh.get_coordinate() is None:
+        return Layout((), (), (), replicated=False)
     replicated = any(
         isinstance(placement, Replicate) and mesh.size(dim) > 1
         for dim, placement in enumerate(placements)
     )
-    local_size, boxes, starts = _boxes(mesh, placements, shape)
-    return Layout(local_size, boxes, starts, tuple(shape), replicated, partial)
-
-
-def _boxes(
-    mesh: Any, placements: Sequence[Any], shape: torch.Size
-) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[tuple[int, ...], ...]]:
-    """Returns the local size, the boxes, and where they begin in the local tensor."""
-    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    whole = (tuple(offset), tuple(size))
+    size, offset = map(tuple, compute_local_shape_and_global_offset(shape, mesh, placements))
     if 0 in size or not any(isinstance(placement, _StridedShard) for placement in placements):
-        return tuple(size), (whole,), ((0,) * len(shape),)
+        return Layout(size, ((offset, size),), ((0,) * len(shape),), replicated)
     # Why: torch returns only the place of the first element; a strided shard's rows may be
     # elsewhere.
     coordinate = mesh.get_coordinate()
@@ -231,20 +173,23 @@ def _boxes(
     corners = list(itertools.product(*spans))
     boxes = tuple((tuple(s for s, _ in corner), tuple(c for _, c in corner)) for corner in corners)
     local_size = tuple(sum(count for _, count in dim_spans) for dim_spans in spans)
-    return local_size, boxes, tuple(itertools.product(*starts))
+    return Layout(local_size, boxes, tuple(itertools.product(*starts)), replicated)
 
 
 def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> Sharded:
-    layout = layouts.of(tensor)
-    if layout.partial:
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise UnsupportedValueError(
             f"{fqn!r} is a DTensor with Partial placement ({tensor.placements}), which is a sum "
             "that was not made yet; call .redistribute() to Replicate or Shard first",
             key=fqn,
         )
-    dtype, requires_grad = tensor.dtype, tensor.requires_grad
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    layout = layouts.get(key)
+    if layout is None:
+        layout = layouts[key] = _layout(*key)
+    shape, dtype, requires_grad = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     if not layout.boxes:
-        return Sharded(layout.shape, dtype, requires_grad, (), ())
+        return Sharded(shape, dtype, requires_grad, (), ())
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_chunk_list__"):
         return _from_protocol(tensor, fqn, saving)
@@ -256,7 +201,7 @@ def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> 
         local = local.reshape(layout.local_size)
     _check_fit(local, layout.local_size, fqn)
     pieces = _pieces(local, layout)
-    return Sharded(layout.shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
+    return Sharded(shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
 
 
 def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
@@ -282,17 +227,18 @@ def _check_fit(local: Any, size: tuple[int, ...], fqn: str) -> None:
         )
 
 
-def _from_sharded_tensor(tensor: ShardedTensor, fqn: str, flatten: bool) -> Sharded:
+def _from_sharded_tensor(tensor: ShardedTensor, fqn: str) -> Sharded:
     boxes, tensors = [], []
     shards = tensor.local_shards()
     for shard in shards:
         offset, local = tuple(shard.metadata.shard_offsets), shard.tensor
         size = tuple(shard.metadata.shard_sizes)
         if isinstance(local, ShardedTensor):
-            if not flatten or len(shards) != 1 or len(local.local_shards()) != 1:
+            # 2-D FSDP1.
+            if len(shards) != 1 or len(local.local_shards()) != 1:
                 raise UnsupportedValueError(
                     f"{fqn!r} is a ShardedTensor of ShardedTensors; only one local shard in one "
-                    "local shard can be saved, with flatten_sharded_tensors=True",
+                    "local shard can be saved",
                     key=fqn,
                 )
             inner = local.local_shards()[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,14 @@ from ray_dcp.core.values import Int64Array, padded, widen
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import devices
-from ray_dcp.torch_adapter.shards import Layouts, copy_fields, parts, sharded
+from ray_dcp.torch_adapter.shards import copy_fields, is_sharded, sharded
 from ray_dcp.torch_adapter.subclasses import class_name, copy_into, place
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,
     extent,
     host_bytes,
+    is_checkpointable,
+    is_direct,
     is_plain,
     lost_memory_within,
     parts_with_memory,
@@ -46,12 +48,13 @@ class Fresh:
     """The value for a meta tensor, created when its first byte arrives.
 
     Args:
-        make: Returns the new value for the state dict and the local tensors of its boxes.
+        make: Returns the new value for the state dict.
+        fqn: Name of the tensor, for messages.
     """
 
-    def __init__(self, make: Callable[[], tuple[Any, tuple[torch.Tensor, ...]]]) -> None:
-        self._make = make
-        self._made: tuple[Any, tuple[torch.Tensor, ...]] | None = None
+    def __init__(self, make: Callable[[], Any], fqn: str) -> None:
+        self._make, self._fqn = make, fqn
+        self._made: tuple[Any, Sequence[torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
     def take(self, made: torch.Tensor) -> bool:
@@ -71,10 +74,13 @@ class Fresh:
         """Returns the local tensor of the box with this index."""
         return self._get()[1][index]
 
-    def _get(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    def _get(self) -> tuple[Any, Sequence[torch.Tensor]]:
         with self._lock:
             if self._made is None:
-                self._made = self._make()
+                made = self._make()
+                is_cut = is_sharded(made)
+                parts = sharded(made, self._fqn, saving=False).tensors if is_cut else (made,)
+                self._made = made, parts
             return self._made
 
 
@@ -193,15 +199,17 @@ class TensorSink:
         left = []
         for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             tensor = targets[row]
-            # Why again: the tensor may have lost its memory meanwhile.
+            # Why again: the tensor may have lost its memory meanwhile. *Careful*: a view of freed
+            # memory has an address, that of its offset.
             if (
                 direct[row]
                 and tensor.is_cpu
                 and tensor.nbytes == count
                 and 0 <= start <= length - count
-                and (place := tensor.data_ptr())
+                and tensor.untyped_storage().nbytes()
+                >= count + tensor.storage_offset() * tensor.itemsize
             ):
-                _copy_memory(place, first + start, count)
+                _copy_memory(tensor.data_ptr(), first + start, count)
             else:
                 left.append(index)
         return left
@@ -309,7 +317,7 @@ def increment_version(changed: list[torch.Tensor]) -> None:
 def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
     if tensor.dtype != stored or not is_plain(tensor):
         return False
-    return tensor.is_cpu and devices.is_direct(tensor)
+    return tensor.is_cpu and is_direct(tensor)
 
 
 def default_device() -> torch.device:
@@ -344,21 +352,31 @@ def target_problem(tensor: torch.Tensor) -> str | None:
     return reason
 
 
-def fresh_plain(
-    tensor: torch.Tensor, _: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Returns a new tensor like a plain one, and its parts to fill.
+def fresh_value(template: Any, dtype: torch.dtype) -> Any:
+    """Returns a new tensor, DTensor or `CheckpointableTensor` like a given one.
 
     Args:
-        tensor: A tensor on any device; for the meta device the new one has memory.
-        dtype: Dtype of the new tensor.
+        template: A value on any device; for the meta device the new one has memory.
+        dtype: Dtype of the new value.
     """
-    is_any = type(tensor) is AsStored
-    made = torch.empty(tensor.shape, dtype=dtype) if is_any else _fresh(tensor, dtype, None)
-    if isinstance(tensor, torch.nn.Parameter):
-        may_learn = tensor.requires_grad and (dtype.is_floating_point or dtype.is_complex)
-        return torch.nn.Parameter(made, requires_grad=may_learn), (made,)
-    return made, (made,)
+    if isinstance(template, DTensor):
+        # Shape and stride are passed, as the tensor may be sharded unevenly.
+        return DTensor.from_local(
+            _fresh(template.to_local(), dtype, template.device_mesh.device_type),
+            device_mesh=template.device_mesh,
+            placements=template.placements,
+            shape=template.size(),
+            stride=template.stride(),
+        )
+    if type(template) is AsStored:
+        return torch.empty(template.shape, dtype=dtype)
+    made = _fresh(template, dtype, None)
+    if isinstance(template, torch.nn.Parameter):
+        may_learn = template.requires_grad and (dtype.is_floating_point or dtype.is_complex)
+        made = torch.nn.Parameter(made, requires_grad=may_learn)
+    if is_checkpointable(template):
+        copy_fields(template, made)
+    return made
 
 
 def fresh_taker(
@@ -399,42 +417,6 @@ def fresh_taker(
     return take
 
 
-def fresh_dtensor(
-    tensor: DTensor, fqn: str, dtype: torch.dtype
-) -> tuple[DTensor, tuple[torch.Tensor, ...]]:
-    """Returns a new DTensor like the given one, and its parts to fill.
-
-    Args:
-        tensor: A DTensor on any device; for the meta device the new one has memory.
-        fqn: Name of the tensor, for messages.
-        dtype: Dtype of the new tensor.
-    """
-    # Shape and stride are passed, as the tensor may be sharded unevenly.
-    made = DTensor.from_local(
-        _fresh(tensor.to_local(), dtype, tensor.device_mesh.device_type),
-        device_mesh=tensor.device_mesh,
-        placements=tensor.placements,
-        shape=tensor.size(),
-        stride=tensor.stride(),
-    )
-    return made, sharded(made, fqn, Layouts(), saving=False).tensors
-
-
-def fresh_parts(
-    tensor: torch.Tensor, fqn: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Returns a new tensor that holds the same parts, and these parts to fill.
-
-    Args:
-        tensor: A `CheckpointableTensor` on any device.
-        fqn: Name of the tensor, for messages.
-        dtype: Dtype of the new tensor.
-    """
-    made, _ = fresh_plain(tensor, fqn, dtype)
-    copy_fields(tensor, made)
-    return made, tuple(part for _, part in parts(made, fqn))
-
-
 def _fresh(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) -> torch.Tensor:
     if not tensor.is_meta:
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
@@ -448,13 +430,12 @@ class Boxes:
     """Collects wanted boxes, and the sink of their bytes.
 
     Args:
-        itemsizes: Bytes per stored element, by tensor, for the tensors that `add` is called with.
         sink: Sink of the bytes.
     """
 
-    def __init__(self, itemsizes: Mapping[int, int], sink: TensorSink | None = None) -> None:
+    def __init__(self, sink: TensorSink | None = None) -> None:
         self.sink = TensorSink() if sink is None else sink
-        self._itemsizes = itemsizes
+        self._itemsize: list[int] = []
         self._tensor: list[int] = []
         self._offset: list[tuple[int, ...]] = []
         self._size: list[tuple[int, ...]] = []
@@ -484,8 +465,11 @@ class Boxes:
         self._ended.append(Wanted(tensors.astype(np.int32), zeros, shape, itemsize))
         self.sink.add_direct(targets)
 
-    def add(self, tensor: int, offset: tuple[int, ...], size: tuple[int, ...]) -> None:
-        """Appends the box of the next row of the sink."""
+    def add(
+        self, tensor: int, offset: tuple[int, ...], size: tuple[int, ...], stored: torch.dtype
+    ) -> None:
+        """Appends the box of the next row of the sink, and the dtype of its bytes."""
+        self._itemsize.append(stored.itemsize)
         self._tensor.append(tensor)
         self._offset.append(offset)
         self._size.append(size)
@@ -508,12 +492,11 @@ class Boxes:
         """Converts the boxes added by `add` to columns."""
         if not self._tensor and self._ended:
             return
-        num = len(self._tensor)
         width = max(1, max(map(len, self._size), default=0))
         offset, size = padded(self._offset, width, 0), padded(self._size, width, 1)
-        itemsize = np.fromiter(map(self._itemsizes.__getitem__, self._tensor), np.int64, num)
+        itemsize = np.array(self._itemsize, np.int64)
         self._ended.append(Wanted(np.array(self._tensor, np.int32), offset, size, itemsize))
-        self._tensor, self._offset, self._size = [], [], []
+        self._tensor, self._offset, self._size, self._itemsize = [], [], [], []
 
 
 # Which targets share memory

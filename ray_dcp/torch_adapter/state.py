@@ -373,32 +373,27 @@ def named_for_rank(flat: Flat, rank: int, world_size: int) -> Flat:
     return replace(flat, names=names, paths=paths)
 
 
-def refuse_per_rank(state_dict: Mapping[str, Any], way: str) -> None:
+def refuse_per_rank(value: Any, way: str, name: str = "", depth: int = 0) -> None:
     """Raises if per-rank values could not be kept apart.
 
     Args:
-        state_dict: The state dict to save or load.
+        value: The state dict to save or load, or a value in it.
         way: The reason, as half a sentence.
+        name: Name of the value.
+        depth: How deep it is nested.
 
     Raises:
         InvalidRequestError: The state dict has a `PerRank`.
     """
-    stack: list[tuple[str, Any, int]] = [("", state_dict, 0)]
-    while stack:
-        name, value, depth = stack.pop()
-        if isinstance(value, PerRank):
-            raise InvalidRequestError(
-                f"{name!r} is a PerRank, which {way} can't save or load; use the default planner "
-                f"and a storage of ray_dcp's",
-                key=name,
-            )
-        if depth > 50:
-            continue
-        prefix = name + "." if name else ""
-        if isinstance(value, Mapping):
-            stack += [(f"{prefix}{key}", each, depth + 1) for key, each in value.items()]
-        elif isinstance(value, list):
-            stack += [(f"{prefix}{i}", each, depth + 1) for i, each in enumerate(value)]
+    if isinstance(value, PerRank):
+        raise InvalidRequestError(
+            f"{name!r} is a PerRank, which {way} can't save or load; use the default planner "
+            f"and a storage of ray_dcp's",
+            key=name,
+        )
+    if isinstance(value, (Mapping, list)) and depth <= 50:
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            refuse_per_rank(each, way, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ into separate memory (`Targets.trials`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -297,18 +297,11 @@ class Targets:
         """
         targets = [sink.target(row) for _, sink, row in map(self._find, rows)]
         is_same = len(set(map(geometry, targets))) == 1
-        wanted, _, first = self._find(rows[0])
         # Why not with verify="never": the checksums were not read then.
-        can_tell = is_same and self._options.verify != "never"
-        if can_tell and all(self._find(row)[0] is wanted for row in rows):
-            alike = [
-                stored_alike(self._table, wanted, first, self._find(row)[2]) for row in rows[1:]
-            ]
-            # Why not always: one opaque value may have several pickles.
-            if all(alike) or (wanted is self.wanted and None not in alike):
-                return [
-                    (rows[0], row) for row, same in zip(rows[1:], alike, strict=True) if not same
-                ]
+        if is_same and self._options.verify != "never":
+            checks = [self._checksums(row) for row in rows]
+            if checks[0] and checks.count(checks[0]) == len(checks):
+                return []
         overlay = None if is_same else _Overlay([parts_with_memory(target) for target in targets])
         contents, found = [], list[tuple[int, int]]()
         for number, (row, target) in enumerate(zip(rows, targets, strict=True)):
@@ -320,6 +313,26 @@ class Targets:
                 other = overlay.put(number, values, target)
             if other is not None:
                 found.append((rows[other], row))
+        return found
+
+    def _checksums(self, row: int) -> dict[tuple[Any, ...], bytes]:
+        """Returns the checksums of each chunk that meets a box, by kind and place in the box.
+
+        Rows with equal checksums have equal values. Empty if a chunk has no checksums.
+        """
+        wanted, _, row = self._find(row)
+        table, number = self._table, wanted.tensor[row]
+        ndim = int(table.ndim[number])
+        start, size = wanted.offset[row, :ndim], wanted.size[row, :ndim]
+        found = {}
+        for chunk in np.flatnonzero(table.tensor == number).tolist():
+            low, length = table.offset[chunk, :ndim] - start, table.size[chunk, :ndim]
+            if ((low < size) & (low + length > 0)).all():
+                if not table.block_bytes[chunk]:
+                    return {}
+                numbers = (table.kind[number], table.dtype[number], table.payload_bytes[chunk])
+                key = (*numbers, table.block_bytes[chunk], tuple(low), tuple(length))
+                found[key] = table.checks[slice(*table.check_start[chunk : chunk + 2])].tobytes()
         return found
 
     def _find(self, row: int) -> tuple[Wanted, TensorSink, int]:
@@ -340,16 +353,16 @@ class Targets:
         if wanted is self._opaque:
             chunks = self._opaque_plan.chunk[self._opaque_plan.wanted == row].tolist()
             takers = [(chunk, partial(keep, chunk)) for chunk in chunks]
-            yield Targets(self._table, self._options, Boxes({}), Boxes({}), objects=takers)
+            yield Targets(self._table, self._options, Boxes(), Boxes(), objects=takers)
             return found
         number = int(wanted.tensor[row])
         ndim = int(self._table.ndim[number])
         offset, size = (tuple(each[row, :ndim].tolist()) for each in (wanted.offset, wanted.size))
         dtype = dtype_of(self._table.dtypes[self._table.dtype[number]])
-        boxes, value = Boxes({number: dtype.itemsize}), torch.empty(size, dtype=dtype)
-        boxes.add(number, offset, size)
+        boxes, value = Boxes(), torch.empty(size, dtype=dtype)
+        boxes.add(number, offset, size, dtype)
         boxes.sink.add(value, dtype)
-        trial = Targets(self._table, self._options, boxes, Boxes({}))
+        trial = Targets(self._table, self._options, boxes, Boxes())
         place, target = trial.place_item, sink.target(row)
 
         def keep_or_place(chunk: int, data: bytes) -> None:
@@ -469,61 +482,3 @@ def first_chunks(table: ChunkTable) -> Int64Array:
     first = np.full(table.num_tensors, -1, np.int64)
     first[table.tensor[::-1]] = np.arange(table.num_chunks)[::-1]
     return first
-
-
-def stored_alike(table: ChunkTable, wanted: Wanted, one: int, other: int) -> bool | None:
-    """Returns whether two wanted boxes have the same stored values.
-
-    Args:
-        table: The stored chunks, with their checksums.
-        wanted: The wanted boxes.
-        one: Row of one box.
-        other: Row of the other box.
-
-    Returns:
-        None if the table is inconclusive: there are no checksums, or the chunks are cut
-            differently.
-    """
-    first, second = (_checksums(table, wanted, row) for row in (one, other))
-    if first.keys() != second.keys() or not all(key.block_bytes for key in first):
-        return None
-    if first == second:
-        return True
-    return False if all(key.is_inside for key in first) else None
-
-
-class _ChunkOfBox(NamedTuple):
-    """The key by which the chunks of two boxes are paired to compare their checksums."""
-
-    place: tuple[int, ...]
-    """Place of the chunk in the box."""
-    size: tuple[int, ...]
-    dtype: int
-    num_bytes: int
-    block_bytes: int
-    is_inside: bool
-    """Whether the chunk lies wholly in the box."""
-
-
-def _checksums(table: ChunkTable, wanted: Wanted, row: int) -> Mapping[_ChunkOfBox, bytes]:
-    """Returns the checksums of each chunk that meets a box."""
-    number = wanted.tensor[row]
-    chunks = np.flatnonzero(table.tensor == number)
-    ndim = int(table.ndim[number])
-    start, size = wanted.offset[row, :ndim], wanted.size[row, :ndim]
-    low, length = table.offset[chunks, :ndim] - start, table.size[chunks, :ndim]
-    meets = np.all((low < size) & (low + length > 0), axis=1)
-    inside = np.all((low >= 0) & (low + length <= size), axis=1)
-    found = {}
-    for at in np.flatnonzero(meets).tolist():
-        chunk = int(chunks[at])
-        key = _ChunkOfBox(
-            tuple(low[at].tolist()),
-            tuple(length[at].tolist()),
-            int(table.dtype[number]),
-            int(table.payload_bytes[chunk]),
-            int(table.block_bytes[chunk]),
-            bool(inside[at]),
-        )
-        found[key] = table.checks[slice(*table.check_start[chunk : chunk + 2])].tobytes()
-    return found

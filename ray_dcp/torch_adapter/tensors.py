@@ -121,10 +121,8 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
     """Returns why the bytes of a plain tensor can't be read, or None if they can."""
     if tensor.is_meta:
         return "is on the meta device and has no bytes: give it some (.to_empty(), a load) first"
-    if tensor.is_nested:
-        return "is a nested tensor: save list(tensor.unbind()), or .values() and .offsets()"
-    if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}: save its parts, or .to_dense()"
+    if (reason := no_target_reason(tensor)) is not None:
+        return reason
     if tensor.dtype not in _NAMES:
         if tensor.is_quantized:
             return f"has the quantised dtype {tensor.dtype}: save .int_repr() or .dequantize()"
@@ -135,9 +133,9 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
 def no_target_reason(tensor: torch.Tensor) -> str | None:
     """Returns why no values can be written to a tensor of any class, or None if they can."""
     if tensor.is_nested:
-        return "is a nested tensor: load into the tensors of .unbind(), or .values() and .offsets()"
+        return "is a nested tensor: use the tensors of .unbind(), or .values() and .offsets()"
     if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}: load into its .to_dense(), or into its parts"
+        return f"has the layout {tensor.layout}: use its .to_dense(), or its parts"
     if tensor._is_zerotensor():
         return "is a ZeroTensor, which has no memory: use torch.zeros instead"
     return None
@@ -154,8 +152,6 @@ def lost_memory(tensor: torch.Tensor) -> str | None:
         storage, is_null = tensor.untyped_storage(), tensor.data_ptr() == 0
     except (NotImplementedError, RuntimeError):  # a device that exposes no memory
         return None
-    if tensor._is_zerotensor():
-        return "is a ZeroTensor, which has no memory: use torch.zeros instead"
     held, needed = storage.nbytes(), extent(tensor) + tensor.storage_offset() * tensor.itemsize
     if held >= needed and not (is_null and tensor.is_cpu):
         return None
@@ -216,15 +212,9 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
     Complexity: 1 us for a small CPU tensor.
     """
-    if (
-        tensor.is_cpu
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    ):
+    if tensor.is_cpu and not tensor.is_nested and is_direct(tensor):
         return writable_bytes(tensor)
-    return writable_bytes(_host_copy(tensor)).toreadonly()
+    return writable_bytes(device_bytes(tensor).cpu()).toreadonly()
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview:
@@ -256,15 +246,33 @@ def _bytes_type(length: int) -> Any:
     return ctypes.c_ubyte * length
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a plain tensor as uint8[n] in C order, on its device.
+
+    The result is a view of the tensor's memory if that is contiguous. See `host_bytes`.
+
+    Raises:
+        UnsupportedValueError: The tensor has no bytes of its own, or its memory was freed. A kernel
+            that reads freed memory ends all use of CUDA in the process.
+
+    Examples:
+        >>> device_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T).tolist()
+        [1, 3, 2, 4]
+    """
     reason = unsupported_reason(tensor)
     if reason is not None:
         raise UnsupportedValueError(f"a tensor {reason}")
-    with torch.no_grad():
-        tensor = tensor.resolve_conj().resolve_neg()
-        # Why: torch 2.9 can't copy every dtype (float4), but it can copy others of the same width.
-        carried = tensor.view(_CARRIERS.get(tensor.dtype, tensor.dtype))
-        return carried.to("cpu").contiguous().view(tensor.dtype)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # Why: torch 2.9 can't copy every dtype (float4), but it can copy others of the same width.
+    plain = plain.view(_CARRIERS.get(plain.dtype, plain.dtype)).contiguous()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.view(-1).view(torch.uint8)
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Returns whether the memory of a tensor holds its elements in C order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 @lru_cache(maxsize=1024)

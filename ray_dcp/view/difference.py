@@ -8,18 +8,18 @@ a tensor changed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.dtypes import READABLE, as_numbers
-from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, offsets_of, widen, within
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind, offsets_of, within
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.view.progress import ShowProgress, reporting
 from ray_dcp.view.tensor_handle import parts_of
@@ -28,189 +28,6 @@ from ray_dcp.view.wording import nearest
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
     from ray_dcp.view.tensor_handle import TensorHandle
-
-
-class Change(IntEnum):
-    """Kind of change of a tensor or object."""
-
-    UNCHANGED = 0
-    CHANGED = 1
-    UNDECIDED = 2
-    """Hashes can't decide: there are none, or the chunks were cut differently."""
-    RESHAPED = 3
-    """The shape differs."""
-    RETYPED = 4
-    """The dtype differs, or only one of the two is a tensor."""
-    ADDED = 5
-    REMOVED = 6
-
-
-@dataclass(frozen=True, eq=False)
-class TableDiff:
-    """Differences of two checkpoints by their hashes.
-
-    Attributes:
-        names: FQNs of both checkpoints: those of the first in its order, then those added.
-        change: int8[n], a `Change`.
-        num_bytes: int64[n], stored bytes in the second checkpoint, or in the first if removed.
-        changed_bytes: int64[n], stored bytes in blocks that differ, as far as hashes decide.
-    """
-
-    names: tuple[str, ...]
-    change: np.ndarray[tuple[int], np.dtype[np.int8]]
-    num_bytes: Int64Array
-    changed_bytes: Int64Array
-
-    @property
-    def new_bytes(self) -> int | None:
-        """Bytes of tensors of the second that the first lacks; None if hashes can't decide."""
-        if (self.change == Change.UNDECIDED).any():
-            return None
-        new = ~np.isin(self.change, (Change.UNCHANGED, Change.REMOVED))
-        return int(self.num_bytes[new].sum())
-
-
-def diff_tables(first: ChunkTable, second: ChunkTable) -> TableDiff:
-    """Returns the differences of two checkpoints by their hashes.
-
-    Args:
-        first: Chunk table of the earlier checkpoint.
-        second: Chunk table of the later checkpoint.
-
-    Complexity:
-        O(chunks log chunks + checksums), in numpy.
-    """
-    of_second = {name: row for row, name in enumerate(second.names)}
-    pair = np.fromiter(
-        (of_second.get(name, -1) for name in first.names), np.int32, first.num_tensors
-    )
-    common = np.flatnonzero(pair >= 0)
-    added = np.setdiff1d(np.arange(second.num_tensors), pair[common])
-    change = np.full(first.num_tensors, Change.REMOVED, np.int8)
-    changed_bytes = np.zeros(first.num_tensors, np.int64)
-    change[common], changed_bytes[common] = _compare(
-        first, second, common, pair[common].astype(np.int64)
-    )
-    first_bytes, second_bytes = _stored_bytes(first), _stored_bytes(second)
-    num_bytes = first_bytes.copy()
-    num_bytes[common] = second_bytes[pair[common]]
-    return TableDiff(
-        names=(*first.names, *(second.names[row] for row in added.tolist())),
-        change=np.concatenate([change, np.full(len(added), Change.ADDED, np.int8)]),
-        num_bytes=np.concatenate([num_bytes, second_bytes[added]]),
-        changed_bytes=np.concatenate([changed_bytes, second_bytes[added]]),
-    )
-
-
-def _stored_bytes(table: ChunkTable) -> Int64Array:
-    sizes = np.where(table.payload_bytes >= 0, table.payload_bytes, table.item_bytes)
-    found = np.bincount(table.tensor, weights=sizes, minlength=table.num_tensors)
-    return found.astype(np.int64)
-
-
-def _compare(
-    first: ChunkTable, second: ChunkTable, rows: Int64Array, others: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Returns the change of each common tensor, and its bytes in blocks that differ."""
-    change = np.full(len(rows), Change.UNDECIDED, np.int64)
-    changed_bytes = np.zeros(len(rows), np.int64)
-    same_type = (first.kind[rows] == second.kind[others]) & (
-        _dtype_codes(first, first.dtypes)[rows] == _dtype_codes(second, first.dtypes)[others]
-    )
-    width = max(first.shape.shape[1], second.shape.shape[1])
-    shape, other_shape = (
-        widen(np.zeros_like(t.shape), t.shape, width)[1][r]
-        for t, r in ((first, rows), (second, others))
-    )
-    same_shape = (first.ndim[rows] == second.ndim[others]) & (shape == other_shape).all(axis=1)
-    change[~same_shape] = Change.RESHAPED
-    change[~same_type] = Change.RETYPED
-    comparable = np.flatnonzero(same_type & same_shape)
-    counts, other_counts = (np.bincount(t.tensor, minlength=t.num_tensors) for t in (first, second))
-    # Why: chunks are compared in pairs, so that both checkpoints must have equally many.
-    chosen = comparable[counts[rows[comparable]] == other_counts[others[comparable]]]
-    left, right = _Chunks(first, rows[chosen], width), _Chunks(second, others[chosen], width)
-    owner = np.repeat(np.arange(len(chosen)), left.counts)
-    cut_alike = left.equal_boxes(right)
-    has_hashes = left.has_hashes & right.has_hashes
-    # Deferred items of different lengths differ.
-    another_length = has_hashes & (left.payload != right.payload)
-    decidable = cut_alike & has_hashes & (left.blocks == right.blocks) & ~another_length
-    differs, bytes_differ = _blocks_differ(left, right, decidable)
-    differs |= cut_alike & another_length
-    bytes_differ[another_length] = right.payload[another_length]
-    undecided = ~(decidable | (cut_alike & another_length))
-    any_differs = np.bincount(owner, weights=differs, minlength=len(chosen)) > 0
-    any_undecided = np.bincount(owner, weights=undecided, minlength=len(chosen)) > 0
-    verdict = np.where(any_undecided, Change.UNDECIDED, Change.UNCHANGED)
-    verdict[any_differs] = Change.CHANGED
-    change[chosen] = verdict
-    changed_bytes[chosen] = np.bincount(owner, weights=bytes_differ, minlength=len(chosen))
-    return change, changed_bytes
-
-
-def _dtype_codes(table: ChunkTable, words: tuple[str, ...]) -> Int64Array:
-    """Returns the dtypes as indices into `words`; further dtypes get further indices."""
-    codes = {word: code for code, word in enumerate(words)}
-    for word in table.dtypes:
-        codes.setdefault(word, len(codes))
-    of_code = np.array([codes[word] for word in table.dtypes] or [-1], np.int64)
-    return np.where(table.dtype < 0, -1, of_code[np.maximum(table.dtype, 0)])
-
-
-class _Chunks:
-    """The chunks of some tensors, sorted by tensor and offset."""
-
-    def __init__(self, table: ChunkTable, tensors: Int64Array, width: int) -> None:
-        self._table, self._width = table, width
-        counts = np.bincount(table.tensor, minlength=table.num_tensors)
-        self.counts = counts[tensors]
-        offset, _ = widen(table.offset, table.size, width)
-        keys = [offset[:, dim] for dim in reversed(range(width))]
-        order = np.lexsort(np.stack([*keys, table.tensor]))
-        starts = offsets_of(counts)[:-1]
-        self.rows = rows = order[np.repeat(starts[tensors], self.counts) + within(self.counts)]
-        self.payload = np.where(table.payload_bytes >= 0, table.payload_bytes, -1)[rows]
-        self.blocks = table.block_bytes[rows]
-        self.has_hashes = (self.blocks > 0) & (self.payload >= 0)
-        self.check_start = table.check_start[rows]
-        self.num_checks = table.check_start[rows + 1] - self.check_start
-        self.checks = table.checks
-
-    def equal_boxes(self, other: _Chunks) -> BoolArray:
-        """Returns whether each chunk is the same box as its counterpart."""
-        boxes = [
-            widen(t.offset[rows], t.size[rows], self._width)
-            for t, rows in ((self._table, self.rows), (other._table, other.rows))
-        ]
-        same: BoolArray = np.ones(len(self.rows), np.bool_)
-        for mine, theirs in zip(*boxes, strict=True):
-            same &= (mine == theirs).all(axis=1)
-        is_object = self._table.kind[self._table.tensor[self.rows]] == Kind.OBJECT
-        same |= is_object
-        return same
-
-
-def _blocks_differ(
-    left: _Chunks, right: _Chunks, decidable: BoolArray
-) -> tuple[BoolArray, Int64Array]:
-    """Returns the chunks whose checksums differ, and the number of bytes in such blocks."""
-    differs = np.zeros(len(decidable), np.bool_)
-    num_bytes = np.zeros(len(decidable), np.int64)
-    rows = np.flatnonzero(decidable & (left.num_checks > 0))
-    counts = left.num_checks[rows]
-    if not len(rows):
-        return differs, num_bytes
-    place = within(counts)
-    mine = left.checks[np.repeat(left.check_start[rows], counts) + place]
-    theirs = right.checks[np.repeat(right.check_start[rows], counts) + place]
-    owner = np.repeat(np.arange(len(rows)), counts)
-    wrong = mine != theirs
-    block = left.blocks[rows][owner[wrong]]
-    length = np.minimum(block, left.payload[rows][owner[wrong]] - place[wrong] * block)
-    num_bytes[rows] = np.bincount(owner[wrong], weights=length, minlength=len(rows))
-    differs[rows] = num_bytes[rows] > 0
-    return differs, num_bytes
 
 
 ChangeName = Literal["unchanged", "changed", "undecided", "reshaped", "retyped", "added", "removed"]
@@ -233,6 +50,131 @@ class TensorDiff:
     """Dtype and shape in the second checkpoint."""
     was_read: bool = False
     """Whether the bytes were read and compared, as hashes did not decide."""
+
+
+class _Stored(NamedTuple):
+    """A tensor or object of a chunk table."""
+
+    row: int
+    kind: int
+    dtype: str
+    shape: list[int]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return "object" if self.kind == Kind.OBJECT else f"{self.dtype}{self.shape}"
+
+
+def _stored(table: ChunkTable) -> dict[str, _Stored]:
+    sizes = np.where(table.payload_bytes >= 0, table.payload_bytes, table.item_bytes)
+    num_bytes = np.bincount(table.tensor, weights=sizes, minlength=table.num_tensors)
+    columns = (table.kind, table.dtype, table.ndim, table.shape, num_bytes.astype(np.int64))
+    rows = zip(table.names, *(column.tolist() for column in columns), strict=True)
+    return {
+        name: _Stored(row, kind, table.dtypes[dtype] if dtype >= 0 else "", shape[:ndim], size)
+        for row, (name, kind, dtype, ndim, shape, size) in enumerate(rows)
+    }
+
+
+def diff_tables(first: ChunkTable, second: ChunkTable) -> list[TensorDiff]:
+    """Returns the differences of two checkpoints by their hashes.
+
+    Args:
+        first: Chunk table of the earlier checkpoint.
+        second: Chunk table of the later checkpoint.
+
+    Returns:
+        All tensors and objects: those of the first in its order, then those added.
+
+    Complexity:
+        O(chunks log chunks + checksums), in numpy.
+    """
+    old, new = _stored(first), _stored(second)
+    found = {}
+    for name in {**old, **new}:
+        one, other = old.get(name), new.get(name)
+        change: ChangeName = "undecided"
+        if one is None or other is None:
+            change = "added" if one is None else "removed"
+        elif (one.kind, one.dtype) != (other.kind, other.dtype):
+            change = "retyped"
+        elif one.shape != other.shape:
+            change = "reshaped"
+        num_bytes = (other or old[name]).num_bytes
+        was, now = (str(stored or "") for stored in (one, other))
+        added = num_bytes if change == "added" else 0
+        found[name] = TensorDiff(name, change, num_bytes, added, was, now)
+    alike = [name for name, one in found.items() if one.change == "undecided"]
+    rows = (np.array([some[name].row for name in alike], np.int64) for some in (old, new))
+    for name, change, changed_bytes in zip(alike, *_decided(first, second, *rows), strict=True):
+        found[name] = replace(found[name], change=change, changed_bytes=changed_bytes)
+    return [*found.values()]
+
+
+def new_bytes(first: ChunkTable, second: ChunkTable) -> int | None:
+    """Returns the bytes of tensors that the first lacks; None if hashes can't decide."""
+    found = diff_tables(first, second)
+    if any(one.change == "undecided" for one in found):
+        return None
+    return sum(one.num_bytes for one in found if one.change not in ("unchanged", "removed"))
+
+
+def _decided(
+    first: ChunkTable, second: ChunkTable, rows: Int64Array, others: Int64Array
+) -> tuple[list[ChangeName], list[int]]:
+    """Returns whether tensors of equal shape and dtype changed, and their bytes that differ."""
+    counts, other_counts = (
+        np.bincount(table.tensor, minlength=table.num_tensors)[tensors]
+        for table, tensors in ((first, rows), (second, others))
+    )
+    # Why: chunks are compared in pairs, so that both checkpoints must have equally many.
+    paired = np.flatnonzero(counts == other_counts)
+    left, right = _chunks(first, rows[paired]), _chunks(second, others[paired])
+    width = min(first.offset.shape[1], second.offset.shape[1])
+    same_box = first.kind[first.tensor[left]] == Kind.OBJECT
+    same_box |= (first.offset[left, :width] == second.offset[right, :width]).all(axis=1) & (
+        first.size[left, :width] == second.size[right, :width]
+    ).all(axis=1)
+    blocks, payload = first.block_bytes[left], second.payload_bytes[right]
+    has_hashes = (blocks > 0) & (second.block_bytes[right] > 0)
+    has_hashes &= (first.payload_bytes[left] >= 0) & (payload >= 0)
+    # Deferred items of different lengths differ.
+    other_length = same_box & has_hashes & (first.payload_bytes[left] != payload)
+    same_blocks = same_box & has_hashes & (blocks == second.block_bytes[right]) & ~other_length
+    pairs = np.flatnonzero(same_blocks)
+    num_bytes = np.where(other_length, payload, 0)
+    num_bytes[pairs] = _bytes_in_blocks_that_differ(first, second, left[pairs], right[pairs])
+
+    owner = np.repeat(paired, counts[paired])
+    columns = other_length | (num_bytes > 0), ~(same_blocks | other_length), num_bytes
+    changed, open_, sums = (np.bincount(owner, one, len(rows)) for one in columns)
+    change = np.where((open_ > 0) | (counts != other_counts), "undecided", "unchanged")
+    change[changed > 0] = "changed"
+    return change.tolist(), sums.astype(np.int64).tolist()
+
+
+def _chunks(table: ChunkTable, tensors: Int64Array) -> Int64Array:
+    """Returns the chunks of some tensors, sorted by tensor and offset."""
+    order = np.lexsort((*table.offset.T[::-1], table.tensor))
+    counts = np.bincount(table.tensor, minlength=table.num_tensors)
+    starts = offsets_of(counts)[:-1]
+    found: Int64Array = np.repeat(starts[tensors], counts[tensors]) + within(counts[tensors])
+    return order[found].astype(np.int64)
+
+
+def _bytes_in_blocks_that_differ(
+    first: ChunkTable, second: ChunkTable, left: Int64Array, right: Int64Array
+) -> Int64Array:
+    """Returns the bytes of each pair of chunks in blocks with different checksums."""
+    counts = first.check_start[left + 1] - first.check_start[left]
+    owner, place = np.repeat(np.arange(len(left)), counts), within(counts)
+    mine = first.checks[first.check_start[left][owner] + place]
+    theirs = second.checks[second.check_start[right][owner] + place]
+    wrong = np.flatnonzero(mine != theirs)
+    chunk = left[owner[wrong]]
+    block = first.block_bytes[chunk]
+    length = np.minimum(block, first.payload_bytes[chunk] - place[wrong] * block)
+    return np.bincount(owner[wrong], weights=length, minlength=len(left)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -286,9 +228,8 @@ class CheckpointDiff:
     @property
     def counts(self) -> dict[str, int]:
         """Number of tensors and objects of each kind of change that occurs."""
-        names = [Change(code).name.lower() for code in Change]
-        found = [one.change for one in self.tensors]
-        return {name: found.count(name) for name in names if name in found}
+        found = Counter(one.change for one in self.tensors)
+        return {name: found[name] for name in get_args(ChangeName) if name in found}
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -380,21 +321,7 @@ def diff_checkpoints(
     progress: ShowProgress = False,
 ) -> CheckpointDiff:
     """Returns the differences of two checkpoints; see `CheckpointView.diff`."""
-    found = diff_tables(first.table, second.table)
-    columns = found.change, found.num_bytes, found.changed_bytes
-    tensors = [
-        TensorDiff(
-            name,
-            Change(change).name.lower(),  # type: ignore[arg-type]
-            num_bytes,
-            changed_bytes,
-            _told(first, name),
-            _told(second, name),
-        )
-        for name, change, num_bytes, changed_bytes in zip(
-            found.names, *(column.tolist() for column in columns), strict=True
-        )
-    ]
+    tensors = diff_tables(first.table, second.table)
     undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]
     bytes_read = sum(2 * tensors[at].num_bytes for at in undecided) if read else 0
     with reporting(progress, "comparing", second.url) as meter:
@@ -423,13 +350,6 @@ def _why(first: CheckpointView, second: CheckpointView) -> str:
     if without:
         return f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no hashes"
     return "they were cut into other chunks"
-
-
-def _told(view: CheckpointView, name: str) -> str:
-    info = view.tensors.get(name)
-    if info is None:
-        return "object" if name in view else ""
-    return f"{info.dtype}{list(info.shape)}"
 
 
 def _same_bytes(first: CheckpointView, second: CheckpointView, name: str) -> bool:

@@ -197,7 +197,7 @@ class Bar:
     """Text at the end of the bar."""
 
 
-def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, float]:
+def bars(rows: Sequence[Bar], x: float, y: float, hidden: int = 0) -> tuple[str, float]:
     """Returns rows of labels and bars, and the lower edge of the last one.
 
     The longest bar fills the width.
@@ -206,13 +206,12 @@ def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, fl
         rows: Rows, from top to bottom.
         x: Left edge of the bars, where the labels end.
         y: Upper edge of the first row.
-        most: Maximum number of rows to draw; the others are only counted.
+        hidden: Number of further rows, which are only counted.
     """
-    shown = rows[:most]
-    longest = max((sum(part[0] for part in row.parts) for row in shown), default=0.0)
-    room = max((len(row.told) for row in shown), default=0) * 5.6 + 16
+    longest = max((sum(part[0] for part in row.parts) for row in rows), default=0.0)
+    room = max((len(row.told) for row in rows), default=0) * 5.6 + 16
     scale, parts = (WIDTH - x - room) / (longest or 1.0), []
-    for row in shown:
+    for row in rows:
         parts.append(text(x - 8, y + 11, clip(row.label, x - 12), "end"))
         end = x
         for length, colour, title in row.parts:
@@ -220,8 +219,8 @@ def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, fl
             end += length * scale
         parts.append(note(end + 6, y + 11, row.told))
         y += 16
-    if len(rows) > most:
-        parts.append(note(x, y + 11, f"… and {len(rows) - most} more"))
+    if hidden > 0:
+        parts.append(note(x, y + 11, f"… and {hidden} more"))
         y += 16
     return "".join(parts), y
 

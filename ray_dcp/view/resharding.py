@@ -2,15 +2,12 @@
 
 `preview_reshard` uses the planner and the jobs of a load. It reads only the chunk table. Bytes that
 ranks would send to each other count for each of them.
-
-`RankBoxes` has the parts of one tensor with their ranks; `flatten` projects them onto the two
-dimensions of a drawing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -31,14 +28,14 @@ from ray_dcp.view.wording import count_text, nearest, size_text
 
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
+    from ray_dcp.view.tensor_handle import TensorInfo
 
 
 MOST_RANKS = 100_000
 _WHOLE_ITEM_BYTES = 1 << 20
 """Items of stock DCP up to this length are read as a whole."""
 
-_PLAIN = re.compile(r"(\d+)(?::(row|column))?")
-_GRID = re.compile(r"(\d+)x(\d+)")
+_LAYOUT = re.compile(r"(\d{1,9})(?:x(\d{1,9})|:(row|column))?")
 
 
 @dataclass(frozen=True)
@@ -158,17 +155,13 @@ def parse_layout(text: str | int | ShardGrid) -> ShardGrid:
     """
     if isinstance(text, ShardGrid):
         return text
-    spelled = str(text).replace(" ", "").lower()
-    if isinstance(text, bool) or len(spelled) > 40:
-        spelled = ""
-    plain, grid = _PLAIN.fullmatch(spelled), _GRID.fullmatch(spelled)
-    if plain is not None:
-        return ShardGrid(1, int(plain[1])) if plain[2] == "column" else ShardGrid(int(plain[1]), 1)
-    if grid is not None:
-        return ShardGrid(int(grid[1]), int(grid[2]))
-    raise InvalidRequestError(
-        f"a layout must be written as 8, 8:row, 8:column or 4x2, but got {text!r}", key="layout"
-    )
+    found = _LAYOUT.fullmatch("" if isinstance(text, bool) else str(text).replace(" ", "").lower())
+    if found is None:
+        raise InvalidRequestError(
+            f"a layout must be written as 8, 8:row, 8:column or 4x2, but got {text!r}", key="layout"
+        )
+    first, second = int(found[1]), int(found[2] or 1)
+    return ShardGrid(1, first) if found[3] == "column" else ShardGrid(first, second)
 
 
 def preview_reshard(
@@ -278,7 +271,7 @@ _MOST_DRAWN_RANKS = 32
 def _preview_chart(preview: ReshardPreview) -> Picture:
     """Returns bars of the bytes that each rank of a load would need and read."""
     rows = []
-    for one in preview.ranks:
+    for one in preview.ranks[:_MOST_DRAWN_RANKS]:
         needed, more = one.bytes_needed, max(one.bytes_read - one.bytes_needed, 0)
         title = f"needs {size_text(needed)}, reads {size_text(one.bytes_read)}"
         parts = [(needed, draw.rank_colour(0), title), (more, AMBER, title)]
@@ -287,7 +280,7 @@ def _preview_chart(preview: ReshardPreview) -> Picture:
             f"{count_text(one.num_files, 'file')}, at most {size_text(one.peak_bytes)} of memory"
         )
         rows.append(Bar(f"rank {one.rank}", parts, told))
-    drawn, bottom = draw.bars(rows, 72, 0, most=_MOST_DRAWN_RANKS)
+    drawn, bottom = draw.bars(rows, 72, 0, len(preview.ranks) - len(rows))
     meant = ((draw.rank_colour(0), "needed"), (AMBER, "gaps and whole blocks, read in addition"))
     told = (
         f"{count_text(len(preview.ranks), 'rank')} need {size_text(preview.bytes_needed)} and read "
@@ -301,14 +294,11 @@ def _preview_chart(preview: ReshardPreview) -> Picture:
     return draw.pictured(draw.heading(str(preview.layout), told), draw.aside(lacking), drawing)
 
 
-CELLS = (48, 64)
-"""Rows and columns of the raster that is drawn instead of too many boxes."""
 MOST_BOXES = 400
-"""Maximum number of boxes that are drawn one by one."""
+"""Maximum number of parts of a tensor that are drawn."""
 MOST_LEGEND, MOST_BARS = 12, 24
-MOST_PAIRS = 4_000_000
-
-_LEFT, _TOP = 46, 20
+_EDGE, _ROOF = 46, 20
+"""Left and upper edge of the picture of a tensor, in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,56 +317,14 @@ class RankBoxes:
     offset: Int64Array
     size: Int64Array
 
-    def __len__(self) -> int:
-        return len(self.rank)
-
     @property
     def ranks(self) -> list[int]:
         """The distinct ranks, ascending."""
         found: list[int] = np.unique(self.rank).tolist()
         return found
 
-
-@dataclass(frozen=True, eq=False)
-class FlatBoxes(RankBoxes):
-    """Boxes in the two dimensions of a drawing, which are rows and columns.
-
-    Attributes:
-        dims: Dimensions of the tensor that are rows and columns; None for one of length 1.
-        is_slice: Further dimensions are cut, too, and only their first parts are shown.
-    """
-
-    dims: tuple[int | None, int | None]
-    is_slice: bool
-
-
-def even_boxes(shape: Sequence[int], parts: Sequence[int]) -> RankBoxes:
-    """Returns an evenly cut tensor, as `torch.chunk` and DTensor cut; ranks in row-major order.
-
-    Args:
-        shape: Shape of the tensor.
-        parts: Number of parts of each dimension; 1 for the dimensions that follow.
-
-    Raises:
-        InvalidRequestError: There are more numbers than dimensions, or one is below 1.
-
-    Examples:
-        >>> boxes = even_boxes((10, 4), (3,))
-        >>> boxes.offset.tolist(), boxes.size.tolist()
-        ([[0, 0], [4, 0], [8, 0]], [[4, 4], [4, 4], [2, 4]])
-        >>> even_boxes((4, 4), (2, 2)).rank.tolist()
-        [0, 1, 2, 3]
-    """
-    if len(parts) > len(shape) or any(part < 1 for part in parts):
-        raise InvalidRequestError(
-            f"expected at most {len(shape)} numbers of parts, each at least 1, for a tensor of "
-            f"shape {tuple(shape)}, found {tuple(parts)}",
-            key="parts",
-        )
-    counts = np.array([*parts, *[1] * (len(shape) - len(parts))], np.int64)
-    at = np.indices(counts.tolist()).reshape(len(counts), -1).T
-    low, high = _cut(np.array(shape, np.int64), at, counts)
-    return RankBoxes(tuple(shape), np.arange(len(at), dtype=np.int64), low, high - low)
+    def __str__(self) -> str:
+        return count_text(len(self.ranks), "rank")
 
 
 def stored_boxes(table: ChunkTable, row: int) -> RankBoxes:
@@ -388,136 +336,41 @@ def stored_boxes(table: ChunkTable, row: int) -> RankBoxes:
     """
     chunks = np.flatnonzero(table.tensor == row)
     ndim = int(table.ndim[row])
-    files, at = np.unique(table.file[chunks], return_inverse=True)
-    ranks = [rank_of_file(table.files[file]) for file in files.tolist()]
+    ranks = [rank_of_file(table.files[file]) for file in table.file[chunks].tolist()]
     known = np.array([-1 if rank is None else rank for rank in ranks], np.int64)
     shape = tuple(table.shape[row, :ndim].tolist())
-    rank = known[at.reshape(-1)]
-    return RankBoxes(shape, rank, table.offset[chunks, :ndim], table.size[chunks, :ndim])
+    return RankBoxes(shape, known, table.offset[chunks, :ndim], table.size[chunks, :ndim])
 
 
-def flatten(boxes: RankBoxes, dims: tuple[int | None, int | None] | None = None) -> FlatBoxes:
-    """Projects boxes onto two dimensions; of each further cut dimension, keeps the first part.
-
-    Args:
-        boxes: Boxes of any number of dimensions.
-        dims: Dimensions that are rows and columns; by default the two with the most cuts, the lower
-            one as rows.
-    """
-    count, ndim = len(boxes), len(boxes.shape)
-    cuts = [len(np.unique(boxes.offset[:, dim])) for dim in range(ndim)]
-    if dims is None:
-        # Why by length next: if no dimension is cut, the long ones show most.
-        order = sorted(range(ndim), key=lambda dim: (-cuts[dim], -boxes.shape[dim], dim))
-        first, second = ([None, None, *sorted(order[:2])])[-2:]
-        dims = first, second
-    others = [dim for dim in range(ndim) if dim not in dims and cuts[dim] > 1]
-    keep = np.ones(count, np.bool_)
-    for dim in others:
-        keep &= boxes.offset[:, dim] == boxes.offset[:, dim].min()
-    zero, one = np.zeros(count, np.int64), np.ones(count, np.int64)
-    offset = np.stack([zero if dim is None else boxes.offset[:, dim] for dim in dims], axis=1)
-    size = np.stack([one if dim is None else boxes.size[:, dim] for dim in dims], axis=1)
-    rows, columns = (1 if dim is None else boxes.shape[dim] for dim in dims)
-    kept = boxes.rank[keep], offset[keep], size[keep]
-    return FlatBoxes((rows, columns), *kept, dims=dims, is_slice=bool(others))
+def _even_boxes(shape: tuple[int, ...], parts: Sequence[int]) -> RankBoxes:
+    """Returns an evenly cut tensor, as DTensor cuts; ranks in row-major order."""
+    if len(parts) > len(shape) or any(part < 1 for part in parts):
+        raise InvalidRequestError(
+            f"expected at most {len(shape)} numbers of parts, each at least 1, for a tensor of "
+            f"shape {shape}, found {tuple(parts)}",
+            key="layout",
+        )
+    counts = np.array([*parts, *[1] * (len(shape) - len(parts))], np.int64)
+    at = np.indices(counts.tolist()).reshape(len(counts), -1).T
+    low, high = _cut(np.array(shape, np.int64), at, counts)
+    return RankBoxes(shape, np.arange(len(at), dtype=np.int64), low, high - low)
 
 
-def raster(flat: FlatBoxes, cells: tuple[int, int] = CELLS) -> Int64Array:
-    """Returns the rank at the centre of each cell of a grid; -2 if no box is there.
-
-    Args:
-        flat: Boxes that do not overlap.
-        cells: Rows and columns of the grid.
-
-    Complexity:
-        O(boxes) in numpy, and at most one step per cell.
-    """
-    found = np.full(cells, -2, np.int64)
-    scale = np.array(cells) / np.maximum(flat.shape, 1)
-    first = np.ceil(flat.offset * scale - 0.5).astype(np.int64)
-    last = np.minimum(np.ceil((flat.offset + flat.size) * scale - 0.5).astype(np.int64), cells)
-    # Why only these: a box that contains no centre is too small to be seen.
-    for row in np.flatnonzero((first < last).all(axis=1)).tolist():
-        (top, left), (below, right) = first[row].tolist(), last[row].tolist()
-        found[top:below, left:right] = flat.rank[row]
-    return found
-
-
-def overlaps(before: RankBoxes, after: RankBoxes) -> Int64Array | None:
-    """Returns the number of elements that each part of one layout shares with each of another.
-
-    Args:
-        before: `n` parts.
-        after: `m` parts.
-
-    Returns:
-        int64[m, n]; None for more than 4 million pairs.
-    """
-    if len(before) * len(after) > MOST_PAIRS:
-        return None
-    found = np.ones((len(after), len(before)), np.int64)
-    for dim in range(len(before.shape)):
-        low = np.maximum(after.offset[:, dim, None], before.offset[None, :, dim])
-        ends = [boxes.offset[:, dim] + boxes.size[:, dim] for boxes in (after, before)]
-        found *= np.maximum(np.minimum(ends[0][:, None], ends[1][None, :]) - low, 0)
-    return found
-
-
-def shard_layout(
-    boxes: RankBoxes, name: str = "", *, itemsize: int = 0, dtype: str = ""
-) -> Picture:
+def shard_layout(boxes: RankBoxes, name: str, info: TensorInfo) -> Picture:
     """Returns a picture of a tensor as a rectangle whose parts have the colours of their ranks.
 
     Args:
         boxes: The parts. Of more than two dimensions, the two with the most cuts are drawn.
         name: FQN.
-        itemsize: Bytes of an element, for the size; 0 if unknown.
-        dtype: Name of the dtype, for the title.
+        info: Properties of the tensor.
     """
-    flat = flatten(boxes)
+    dims = _drawn_dims(boxes)
+    flat = _flat(boxes, dims)
     width, height = _extent(flat, 380)
-    label = f"Layout of a tensor of shape {boxes.shape} over {_ranks(boxes)}"
-    parts = [_panel(flat, _LEFT, width, height), _legend(boxes, _TOP + height + 20)]
-    drawing = draw.svg(WIDTH, _TOP + height + 34, *parts, label=label)
-    return draw.pictured(*_heading(boxes, flat, name, itemsize, dtype), drawing)
-
-
-def reshard(before: RankBoxes, after: RankBoxes, name: str = "", *, itemsize: int = 1) -> Picture:
-    """Returns a picture of a tensor as it is stored and as other ranks load it.
-
-    Args:
-        before: Parts as stored, without overlaps. Their ranks determine the colours.
-        after: Parts that the ranks of a load need.
-        name: FQN.
-        itemsize: Bytes of an element.
-
-    Raises:
-        InvalidRequestError: The shapes differ.
-    """
-    if before.shape != after.shape:
-        raise InvalidRequestError(
-            f"expected two layouts of one tensor, found shapes {before.shape} and {after.shape}",
-            key="after",
-        )
-    pairs = ((getattr(before, one), getattr(after, one)) for one in ("rank", "offset", "size"))
-    both = flatten(RankBoxes(before.shape, *(np.concatenate(pair) for pair in pairs)))
-    old, new = flatten(before, both.dims), flatten(after, both.dims)
-    width, height = _extent(both, 300)
-    second = _LEFT + width + 90
-    bottom = _TOP + height + 20
-    parts = [
-        draw.text(_LEFT, 12, f"stored by {_ranks(before)}"),
-        _panel(old, _LEFT, width, height),
-        draw.text(second - 50, _TOP + height / 2, "→", font_size=20),
-        draw.text(second, 12, f"loaded by {_ranks(after)}"),
-        _panel(old, second, width, height, new),
-        _legend(before, bottom),
-    ]
-    drawn, bottom = draw.bars(_takes(before, after, itemsize), 100, bottom + 20, most=MOST_BARS)
-    label = f"A tensor stored by {_ranks(before)} and loaded by {_ranks(after)}"
-    drawing = draw.svg(WIDTH, bottom + 4, *parts, drawn, label=label)
-    return draw.pictured(*_heading(before, both, name, itemsize), drawing)
+    label = f"Layout of a tensor of shape {boxes.shape} over {boxes}"
+    parts = [_panel(flat, len(dims), _EDGE, width, height), _legend(boxes, _ROOF + height + 20)]
+    drawing = draw.svg(WIDTH, _ROOF + height + 34, *parts, label=label)
+    return draw.pictured(*_heading(boxes, flat, dims, name, info), drawing)
 
 
 def picture_layout(view: CheckpointView, name: str) -> Picture:
@@ -531,8 +384,7 @@ def picture_layout(view: CheckpointView, name: str) -> Picture:
         MissingKeyError: The checkpoint has no such name; the message lists similar ones.
         InvalidRequestError: The name is that of an object.
     """
-    boxes, dtype = _boxes_of(view, name)
-    return shard_layout(boxes, name, itemsize=ITEMSIZE.get(dtype, 0), dtype=dtype)
+    return shard_layout(*_boxes_of(view, name))
 
 
 def picture_reshard(
@@ -550,142 +402,156 @@ def picture_reshard(
         MissingKeyError: The checkpoint has no such name; the message lists similar ones.
         InvalidRequestError: The name is that of an object, or the layout does not fit the tensor.
     """
-    boxes, dtype = _boxes_of(view, name)
+    before, _, info = _boxes_of(view, name)
     if isinstance(layout, str | int | ShardGrid):
         parsed = parse_layout(layout)
-        layout = (parsed.rows, parsed.columns)[: len(boxes.shape)]
-    after = even_boxes(boxes.shape, layout)
-    return reshard(boxes, after, name, itemsize=ITEMSIZE.get(dtype, 1))
+        layout = (parsed.rows, parsed.columns)[: len(before.shape)]
+    after = _even_boxes(before.shape, layout)
+    pairs = ((getattr(before, one), getattr(after, one)) for one in ("rank", "offset", "size"))
+    dims = _drawn_dims(RankBoxes(before.shape, *(np.concatenate(pair) for pair in pairs)))
+    old, new = _flat(before, dims), _flat(after, dims)
+    width, height = _extent(old, 300)
+    second, bottom = _EDGE + width + 90, _ROOF + height + 20
+    parts = [
+        draw.text(_EDGE, 12, f"stored by {before}"),
+        _panel(old, len(dims), _EDGE, width, height),
+        draw.text(second - 50, _ROOF + height / 2, "→", font_size=20),
+        draw.text(second, 12, f"loaded by {after}"),
+        _panel(old, len(dims), second, width, height, new),
+        _legend(before, bottom),
+    ]
+    takes = _takes(before, after, ITEMSIZE.get(info.dtype, 1))
+    drawn, bottom = draw.bars(takes, 100, bottom + 20, len(after.rank) - len(takes))
+    label = f"A tensor stored by {before} and loaded by {after}"
+    drawing = draw.svg(WIDTH, bottom + 4, *parts, drawn, label=label)
+    return draw.pictured(*_heading(before, old, dims, name, info), drawing)
 
 
-def _boxes_of(view: CheckpointView, name: str) -> tuple[RankBoxes, str]:
-    """Returns the stored parts of a tensor, and its dtype."""
+def _boxes_of(view: CheckpointView, name: str) -> tuple[RankBoxes, str, TensorInfo]:
     info = view.tensors.get(name)
     if info is None:
         view[name]  # raises for an unknown name
         raise InvalidRequestError(
             f"expected the name of a tensor, but {name!r} is an object", key="name"
         )
-    return stored_boxes(view.checkpoint.table, view.names.index(name)), info.dtype
+    return stored_boxes(view.checkpoint.table, view.names.index(name)), name, info
+
+
+def _drawn_dims(boxes: RankBoxes) -> list[int]:
+    """Returns the dimensions that are drawn as rows and columns: the two with the most cuts."""
+    cuts = [len(np.unique(offsets)) for offsets in boxes.offset.T]
+    # Why by length next: if no dimension is cut, the long ones show most.
+    order = sorted(range(len(cuts)), key=lambda dim: (-cuts[dim], -boxes.shape[dim], dim))
+    return sorted(order[:2])
+
+
+def _flat(boxes: RankBoxes, dims: Sequence[int]) -> RankBoxes:
+    """Returns boxes as rows and columns; of each other dimension that is cut, the first part."""
+    others = np.delete(boxes.offset, dims, axis=1)
+    keep = (others == others.min(axis=0, initial=1 << 62)).all(axis=1)
+    missing = 2 - len(dims)
+    sides = ((0, 0), (missing, 0))
+    offset = np.pad(boxes.offset[keep][:, dims], sides)
+    size = np.pad(boxes.size[keep][:, dims], sides, constant_values=1)
+    shape = (*[1] * missing, *(boxes.shape[dim] for dim in dims))
+    return RankBoxes(shape, boxes.rank[keep], offset, size)
 
 
 def _heading(
-    boxes: RankBoxes, flat: FlatBoxes, name: str, itemsize: int, dtype: str = ""
+    boxes: RankBoxes, flat: RankBoxes, dims: Sequence[int], name: str, info: TensorInfo
 ) -> tuple[str, str]:
     shape = "×".join(map(str, boxes.shape)) or "scalar"
-    volume = int(np.prod(boxes.shape, dtype=object)) if boxes.shape else 1
-    facts = [shape, dtype, size_text(volume * itemsize) if itemsize else ""]
-    facts.append(f"{count_text(len(boxes), 'part')} on {_ranks(boxes)}")
-    sliced = (
-        f"dimensions {flat.dims[0]} and {flat.dims[1]}; others are cut as well, and their first "
-        f"parts are shown"
-    )
-    told = " · ".join(draw.safe(fact) for fact in facts if fact)
-    return draw.heading(name, told), draw.aside(sliced if flat.is_slice else "")
+    parts = f"{count_text(len(boxes.rank), 'part')} on {boxes}"
+    told = " · ".join([shape, draw.safe(info.dtype), size_text(info.num_bytes), parts])
+    sliced = f"dimensions {dims} are drawn; others are cut as well, and their first parts are shown"
+    is_slice = len(flat.rank) < len(boxes.rank)
+    return draw.heading(name, told), draw.aside(sliced if is_slice else "")
 
 
-def _ranks(boxes: RankBoxes) -> str:
-    return count_text(len(boxes.ranks), "rank")
-
-
-def _name(rank: int) -> str:
+def _rank_name(rank: int) -> str:
     return f"rank {rank}" if rank >= 0 else "a file"
 
 
-def _extent(flat: FlatBoxes, most: float) -> tuple[float, float]:
+def _extent(flat: RankBoxes, most: float) -> tuple[float, float]:
     """Returns width and height of a drawing: proportions of the tensor, within limits."""
-    if flat.dims[0] is None:
-        return most, 44.0
     ratio = (max(flat.shape[0], 1) / max(flat.shape[1], 1)) ** 0.5
-    return max(140.0, most / max(ratio, 1.0)), min(max(90.0, most * ratio * 0.7), most * 0.75)
-
-
-def _rastered(flat: FlatBoxes) -> FlatBoxes:
-    """Returns a box for each run of equal cells of the raster of some boxes."""
-    cells = raster(flat)
-    begins = np.ones(cells.shape, np.bool_)
-    begins[:, 1:] = cells[:, 1:] != cells[:, :-1]
-    place = np.flatnonzero(begins)
-    offset = np.stack(np.divmod(place, CELLS[1]), axis=1)
-    size = np.stack([np.ones(len(place), np.int64), np.diff(place, append=cells.size)], axis=1)
-    shown = cells.reshape(-1)[place] > -2
-    kept = cells.reshape(-1)[place][shown], offset[shown], size[shown]
-    return FlatBoxes(CELLS, *kept, dims=flat.dims, is_slice=flat.is_slice)
-
-
-def _patches(
-    flat: FlatBoxes, left: float, width: float, height: float
-) -> Iterator[tuple[int, tuple[float, float, float, float], str]]:
-    """Yields rank, rectangle and title of each box of a drawing; of too many boxes a raster."""
-    is_raster = len(flat) > MOST_BOXES
-    shown = _rastered(flat) if is_raster else flat
-    tall, wide = height / max(shown.shape[0], 1), width / max(shown.shape[1], 1)
-    # Why larger cells: otherwise the page shows between them.
-    more = 0.3 if is_raster else 0.0
-    boxes = zip(shown.rank.tolist(), shown.offset.tolist(), shown.size.tolist(), strict=True)
-    for rank, (y, x), (rows, columns) in boxes:
-        if rows and columns:
-            where = [] if flat.dims[0] is None else [f"{y}:{y + rows}"]
-            where.append(f"{x}:{x + columns}")
-            title = _name(rank) if is_raster else f"{_name(rank)} [{', '.join(where)}]"
-            place = left + x * wide, _TOP + y * tall, columns * wide + more, rows * tall + more
-            yield rank, place, title
+    return max(140.0, most / max(ratio, 1.0)), min(max(44.0, most * ratio * 0.7), most * 0.75)
 
 
 def _panel(
-    flat: FlatBoxes, x: float, width: float, height: float, wanted: FlatBoxes | None = None
+    flat: RankBoxes,
+    ndim: int,
+    x: float,
+    width: float,
+    height: float,
+    wanted: RankBoxes | None = None,
 ) -> str:
     """Returns a tensor in the colours of its ranks, with outlines of the wanted parts."""
-    is_raster = len(flat) > MOST_BOXES
-    edge: dict[str, Any] = {} if is_raster else {"stroke": "currentColor", "stroke_width": 0.5}
-    parts = []
-    for rank, place, told in _patches(flat, x, width, height):
-        parts.append(draw.rect(*place, draw.rank_colour(rank), told, **edge))
-        if wanted is None and not is_raster:
-            parts.append(_label(rank, *place))
-    if wanted is not None and len(wanted) <= MOST_BOXES:
-        look: dict[str, Any] = {"stroke": "currentColor", "stroke_width": 2.5}
-        for rank, place, told in _patches(wanted, x, width, height):
-            parts.append(draw.rect(*place, "none", f"wanted by {told}", **look))
-            parts.append(_label(rank, *place))
-    parts.append(draw.rect(x, _TOP, width, height, "none", stroke="currentColor", opacity=0.55))
-    below = _TOP + height
-    if flat.dims[1] is not None:
+    parts = _patches(flat, ndim, x, width, height, is_labelled=wanted is None)
+    if wanted is not None:
+        parts += _patches(wanted, ndim, x, width, height, is_outline=True)
+    parts.append(draw.rect(x, _ROOF, width, height, "none", stroke="currentColor", opacity=0.55))
+    below = _ROOF + height
+    if ndim:
         parts.append(draw.note(x + width, below + 11, flat.shape[1], "end"))
-    if flat.dims[0] is not None:
+    if ndim > 1:
         parts.append(draw.note(x - 6, below, flat.shape[0], "end"))
-        parts.append(draw.note(x - 6, _TOP + 9, 0, "end"))
+    if len(flat.rank) > MOST_BOXES:
+        parts.append(draw.note(x, below + 11, f"the first {MOST_BOXES} parts"))
     return "".join(parts)
 
 
-def _label(rank: int, x: float, y: float, width: float, height: float) -> str:
-    """Returns the rank in the middle of its part, if there is room for it."""
-    if rank < 0 or width < 9 + 6 * len(str(rank)) or height < 13:
-        return ""
-    look = {"fill": "#fff", "font_weight": "bold", "pointer_events": "none"}
-    return draw.text(x + width / 2, y + height / 2 + 4, rank, "middle", **look)
+def _patches(
+    flat: RankBoxes,
+    ndim: int,
+    left: float,
+    width: float,
+    height: float,
+    *,
+    is_labelled: bool = True,
+    is_outline: bool = False,
+) -> list[str]:
+    """Returns the first boxes of a tensor, in the colours of their ranks or as outlines."""
+    tall, wide = height / max(flat.shape[0], 1), width / max(flat.shape[1], 1)
+    parts = []
+    columns = (one[:MOST_BOXES].tolist() for one in (flat.rank, flat.offset, flat.size))
+    for rank, low, size in zip(*columns, strict=True):
+        if not all(size):
+            continue
+        ranges = [f"{start}:{start + length}" for start, length in zip(low, size, strict=True)]
+        told = f"{_rank_name(rank)} [{', '.join(ranges[-max(ndim, 1) :])}]"
+        x, y = left + low[1] * wide, _ROOF + low[0] * tall
+        across, down = size[1] * wide, size[0] * tall
+        fill, told = ("none", f"wanted by {told}") if is_outline else (draw.rank_colour(rank), told)
+        edge = {"stroke": "currentColor", "stroke_width": 2.5 if is_outline else 0.5}
+        parts.append(draw.rect(x, y, across, down, fill, told, **edge))
+        if is_labelled and rank >= 0 and across >= 9 + 6 * len(str(rank)) and down >= 13:
+            look = {"fill": "#fff", "font_weight": "bold", "pointer_events": "none"}
+            parts.append(draw.text(x + across / 2, y + down / 2 + 4, rank, "middle", **look))
+    return parts
 
 
 def _legend(boxes: RankBoxes, y: float) -> str:
     ranks = boxes.ranks
-    meant = [(draw.rank_colour(rank), _name(rank)) for rank in ranks[:MOST_LEGEND]]
+    meant = [(draw.rank_colour(rank), _rank_name(rank)) for rank in ranks[:MOST_LEGEND]]
     more = len(ranks) - MOST_LEGEND
-    return draw.legend(_LEFT, y, [*meant, *([("none", f"… and {more} more")] if more > 0 else [])])
+    return draw.legend(_EDGE, y, [*meant, *([("none", f"… and {more} more")] if more > 0 else [])])
 
 
 def _takes(before: RankBoxes, after: RankBoxes, itemsize: int) -> list[Bar]:
     """Returns bars of the bytes that each rank of a load takes from each rank that stored them."""
-    common = overlaps(before, after)
-    if common is None:
-        return []
     rows, sources = [], np.unique(before.rank, return_inverse=True)[1].reshape(-1)
-    for rank, elements in zip(after.rank.tolist(), common, strict=True):
-        shares = np.bincount(sources, weights=elements * itemsize).astype(np.int64).tolist()
+    columns = (after.rank[:MOST_BARS].tolist(), after.offset, after.size)
+    for rank, offset, size in zip(*columns, strict=False):
+        low = np.maximum(offset, before.offset)
+        common = np.minimum(offset + size, before.offset + before.size) - low
+        num_bytes = np.maximum(common, 0).prod(axis=1) * itemsize
+        shares = np.bincount(sources, weights=num_bytes).astype(np.int64).tolist()
         parts = [
-            (share, draw.rank_colour(source), f"{size_text(share)} from {_name(source)}")
+            (share, draw.rank_colour(source), f"{size_text(share)} from {_rank_name(source)}")
             for source, share in zip(before.ranks, shares, strict=True)
             if share
         ]
         told = f"{size_text(sum(shares))} of {count_text(len(parts), 'rank')}"
-        rows.append(Bar(_name(rank), parts, told))
+        rows.append(Bar(_rank_name(rank), parts, told))
     return rows

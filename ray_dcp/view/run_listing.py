@@ -24,8 +24,13 @@ from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
-from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
-from ray_dcp.format.step_metrics import latest_values, recorded_in
+from ray_dcp.format.step_info import (
+    CatalogueRow,
+    decode_catalogue,
+    info_slot,
+    latest_values,
+    recorded_in,
+)
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.io.threads import run_tasks

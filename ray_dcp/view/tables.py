@@ -188,47 +188,31 @@ def picture_diff(diff: CheckpointDiff, *, values: bool = False) -> Picture:
         DamagedCheckpointError: Bytes that were read do not match their checksums.
     """
     names = ("/".join(view.url.rstrip("/").split("/")[-2:]) for view in (diff.first, diff.second))
-    relative = {one.name: one.relative for one in diff.values()} if values else {}
-    return diff_chart(diff.tensors, " → ".join(names), relative)
-
-
-def diff_chart(
-    tensors: Sequence[TensorDiff], title: str = "", relative: Mapping[str, float] | None = None
-) -> Picture:
-    """Returns a bar of all bytes by kind of change, and a bar for each of the largest changes.
-
-    Args:
-        tensors: All tensors and objects of both checkpoints.
-        title: Title of the picture.
-        relative: Norm of the difference divided by the norm of the first tensor, by name, if the
-            values were read.
-    """
-    scale = WIDTH / (sum(one.num_bytes for one in tensors) or 1)
+    known = {one.name: one.relative for one in diff.values()} if values else {}
+    scale = WIDTH / (sum(one.num_bytes for one in diff.tensors) or 1)
     parts: list[str] = []
     meant, x = [], 0.0
     for kind, colour in CHANGES.items():
-        found = [one.num_bytes for one in tensors if one.change == kind]
-        if sum(found):
+        found = [one.num_bytes for one in diff.tensors if one.change == kind]
+        if found:
             told = f"{kind}: {size_text(sum(found))}"
             parts.append(draw.rect(x, 0, sum(found) * scale, 16, colour, told))
             x += sum(found) * scale
-        if found:
             meant.append((colour, f"{len(found)} {kind}, {size_text(sum(found))}"))
     parts.append(draw.legend(0, 24, meant))
-    known = relative or {}
-    moved = [one for one in tensors if one.change != "unchanged"]
+    moved = [one for one in diff.tensors if one.change != "unchanged"]
     moved.sort(key=lambda one: (-known.get(one.name, 0.0), -_bytes(one)))
     rows = []
-    for one in moved:
+    for one in moved[:MOST_CHANGED]:
         length = known.get(one.name, 0.0) if known else float(_bytes(one))
         told = f"{one.name}: {one.change}, {size_text(_bytes(one))} of {size_text(one.num_bytes)}"
         rows.append(Bar(one.name, [(length, CHANGES[one.change], told)], _told(one, known)))
     if rows:
         told = "|new - old| / |old|" if known else "bytes in blocks that differ"
         parts.append(draw.note(300, 54, told))
-    drawn, y = draw.bars(rows, 300, 58, most=MOST_CHANGED)
+    drawn, y = draw.bars(rows, 300, 58, len(moved) - len(rows))
     drawing = draw.svg(WIDTH, y + 6, *parts, drawn, label="Differences of two checkpoints")
-    return draw.pictured(draw.heading(title), drawing)
+    return draw.pictured(draw.heading(" → ".join(names)), drawing)
 
 
 def _bytes(one: TensorDiff) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, itemsize_of
+from ray_dcp.core.dtypes import NUMPY_DTYPES, itemsize_of
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
 from ray_dcp.io.checkpoint import Checkpoint
@@ -179,9 +179,7 @@ class TensorHandle:
     def _repr_html_(self) -> str:
         from ray_dcp.view.resharding import shard_layout, stored_boxes
 
-        boxes = stored_boxes(self._table, self._tensor)
-        size = ITEMSIZE.get(self.dtype, 0)
-        return shard_layout(boxes, self.name, itemsize=size, dtype=self.dtype).html
+        return shard_layout(stored_boxes(self._table, self._tensor), self.name, self._info).html
 
     def __getitem__(self, index: Any) -> Any:
         """Returns the selected part: a numpy array, or a torch tensor if numpy lacks the dtype.

@@ -19,7 +19,7 @@ class Trace(SaveTrace):
     """The trace of a save. Notebooks show it as a timeline."""
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.charts import timeline
+        from ray_dcp.view.pictures import timeline
 
         return timeline(self).html
 

@@ -38,8 +38,13 @@ from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
-from ray_dcp.format.torch_items import check_directory, torch_save_frame
+from ray_dcp.format.torch_items import (
+    MAX_OBJECT_BYTES,
+    ZSTD,
+    check_directory,
+    torch_save_frame,
+    unpacked_item,
+)
 from ray_dcp.io.checkpoint import Checkpoint, is_ours, projects, read_checkpoint, what_became_of
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.records import info_below
@@ -148,7 +153,7 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
 def verify_opened(
     storage: Storage,
     checkpoint: Checkpoint,
-    path: AnyPlace | None,
+    path: AnyPlace | None = None,
     *,
     progress: ShowProgress = False,
 ) -> VerifyReport:
@@ -166,16 +171,6 @@ def verify_opened(
     """
     with reporting(progress, "verifying", storage.url) as meter:
         return _reported(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
-
-
-def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
-    """Returns the damaged bytes of an opened checkpoint, without items of a step.
-
-    Raises:
-        StorageError: The storage can't be listed or read.
-        VerifyInterrupted: As for `verify`.
-    """
-    return _reported(lambda found: _check_files(storage, checkpoint, found, uncounted()))
 
 
 def _reported(work: Callable[[Reports], None]) -> VerifyReport:
@@ -237,11 +232,10 @@ def _verify_opened(
         own: Reports = []
         try:
             _verify(place_below(path or "", folder), own, meter)
-        except CheckpointNotFoundError as error:
-            found.append(VerifyReport(0, (Problem(folder, None, 0, 0, error.message),)))
-        except StorageError as error:
-            unread = (Problem(folder, None, 0, 0, error.message),)
-            found.append(VerifyReport(0, (), unread=unread))
+        except (CheckpointNotFoundError, StorageError) as error:
+            what = (Problem(folder, None, 0, 0, error.message),)
+            is_unread = isinstance(error, StorageError)
+            found.append(VerifyReport(0, (), (), what) if is_unread else VerifyReport(0, what))
         finally:
             found.append(_in_folder(folder, _joined(own)))
 

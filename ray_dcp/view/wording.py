@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray_dcp.format.save_trace import SaveTrace, Span, Straggler
 
 _SHOWN = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -98,3 +102,29 @@ def few(names: Sequence[str]) -> str:
     if len(names) <= _SHOWN:
         return ", ".join(names)
     return f"{', '.join(names[:3])}, … {', '.join(names[-3:])} ({len(names)} in all)"
+
+
+def course_text(trace: SaveTrace) -> tuple[str, str]:
+    """Returns what was saved, and how long that took, as two lines of text."""
+    ranks, size = count_text(trace.world_size, "rank"), size_text(trace.num_bytes)
+    stall, durable = seconds_text(trace.stall_s), seconds_text(trace.committed_s)
+    return f"{trace.mode}, {ranks}, {size}", f"committed after {durable}, training waited {stall}"
+
+
+def late_text(one: Straggler) -> str:
+    """Returns which phase a straggler ended late, as text."""
+    where = f" ({one.where})" if one.where else ""
+    return (
+        f"rank {one.rank} ended {one.phase} after {seconds_text(one.seconds)}, half of the ranks "
+        f"within {seconds_text(one.median_s)}{where}"
+    )
+
+
+def stacked(spans: Iterable[Span]) -> list[Span]:
+    """Returns the spans of a lane in the order to draw them, as later ones cover earlier ones.
+
+    A node agent writes while its rank still copies, so other phases cover `write`, and all cover
+    `commit`, which is mostly waiting.
+    """
+    order = {"commit": 0, "write": 1}
+    return sorted(spans, key=lambda span: order.get(span.phase, 2))

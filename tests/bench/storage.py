@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
-from ray_dcp.store.object_storage import budget_of
 from ray_dcp.store.object_stores import ObjectOptions, make_store
 from tests.bench.measure import interleaved, show
 from tests.support.servers.s3 import DevStore
@@ -78,8 +77,6 @@ def _compare(server: DevStore, rounds: int, megabytes: int) -> None:
     }
     base = "raw parallel PUT, same client"
     show(f"save to S3, {megabytes} MiB", interleaved(saves, rounds, empty), num_bytes, base)
-    most_bytes = budget_of(ObjectOptions()).highest_bytes
-    print(f"  most bytes in uploads at a time: {most_bytes / 1e6:.0f} MB")
 
     ray_dcp.save(state, checkpoint_id=run / "ours", no_dist=True)
     save_stock()

@@ -6,7 +6,6 @@ import collections
 import random
 import resource
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -15,16 +14,16 @@ from pathlib import Path
 from types import FrameType
 
 from ray_dcp.errors import CheckpointError, InternalError
-from tests.fuzz.mutation import spoiled
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.targets import TARGETS, Target, spoiled
 
 CASE_S = 30
+"""How much CPU a case may take, in seconds."""
 ROOM_BYTES = 8 << 30
 _MOST_SEEDS = 400
 
 
 class TooSlow(BaseException):
-    """One case took longer than `CASE_S`."""
+    """One case took more than `CASE_S`."""
 
 
 @dataclass
@@ -71,8 +70,8 @@ def run(name: str, seconds: float, seed: int, *, cases: int = 1 << 60, log: str 
 
 def _case(target: Target, data: bytes, found: Found) -> bool:
     """Reads one file; tells whether it was refused in no way that is known."""
-    signal.signal(signal.SIGALRM, _too_slow)
-    signal.alarm(CASE_S)
+    signal.signal(signal.SIGPROF, _too_slow)
+    signal.setitimer(signal.ITIMER_PROF, CASE_S)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -93,7 +92,7 @@ def _case(target: Target, data: bytes, found: Found) -> bool:
     except BaseException as error:
         _note(error, data, found)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return False
 
 
@@ -114,7 +113,7 @@ def _note(error: BaseException, data: bytes, found: Found) -> None:
 
 
 def _too_slow(signum: int, frame: FrameType | None) -> None:
-    raise TooSlow(f"longer than {CASE_S} s")
+    raise TooSlow(f"more than {CASE_S} s of CPU")
 
 
 def limit_memory() -> None:
@@ -123,21 +122,3 @@ def limit_memory() -> None:
         if line.startswith("VmSize:"):
             room = int(line.split()[1]) * 1024 + ROOM_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (room, room))
-
-
-def main() -> None:
-    """As a process of its own: `python -m tests.fuzz.run NAME SECONDS SEED FOLDER`."""
-    name, seconds, seed, folder = sys.argv[1:5]
-    limit_memory()
-    found = run(name, float(seconds), int(seed), log=f"{folder}/running")
-    kinds = ascii([f"{count} {kind[:60]}" for kind, count in found.refused.most_common(4)])
-    print(f"{name:20} {found.cases:8} cases, {len(found.wrong)} wrong; {kinds}", flush=True)
-    for number, (line, data) in enumerate(found.wrong.items()):
-        file = Path(folder) / f"{name.replace(' ', '-')}-{seed}-{number}"
-        file.write_bytes(data)
-        print(f"  WRONG {line}  ({file})", flush=True)
-    sys.exit(bool(found.wrong))
-
-
-if __name__ == "__main__":
-    main()

@@ -182,8 +182,8 @@ def nonfinite(machine: Machine, room: Path) -> str:
         name: tensor for name, tensor in state_of_all(machine).items()
         if "uint64" not in name and "float64" not in name and "complex128" not in name
     }  # fmt: skip
-    there = nonfinite_of(list(state.values()))
-    assert there == nonfinite_of([tensor.cpu() for tensor in state.values()])
+    there = nonfinite_of(state.__getitem__, state)
+    assert there == nonfinite_of(lambda name: state[name].cpu(), state)
     return f"{len(state)} tensors"
 
 
@@ -199,7 +199,7 @@ def synchronisations(machine: Machine, room: Path) -> str:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             capture(state, rank=0, world_size=2, options=options)
-            nonfinite_of(list(state.values()))
+            nonfinite_of(state.__getitem__, state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [one for one in told if "synchronizing" in str(one.message)]

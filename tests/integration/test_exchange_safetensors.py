@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -15,7 +14,6 @@ import torch.distributed.checkpoint as stock
 import ray_dcp
 from ray_dcp.errors import MissingKeyError, ShapeMismatchError
 from ray_dcp.format.safetensors import ALL_CODES
-from tests.support import arrays, world
 from tests.support.exchange_cases import DTYPES, bits, blank, blanks, differences, layouts, raw
 
 pytestmark = pytest.mark.filterwarnings(
@@ -88,27 +86,6 @@ def test_the_safetensors_library_reads_every_dtype_of_ours(tmp_path, name):
     assert differences(load_package(export(tmp_path, state)), state) == []
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_ours_in_many_parts_is_read(tmp_path, num_threads):
-    state = {f"layer.{i}.w": bits(torch.float32, 40, i) for i in range(20)}
-    folder = export(tmp_path, state, file_bytes=9000)
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    assert differences(load_stock(folder, blanks(state), thread_count=num_threads), state) == []
-    assert differences(load_package(folder), state) == []
-    assert differences(load(folder, blanks(state)), state) == []
-
-
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_shards_of_several_ranks_become_whole_tensors(tmp_path, world_size):
-    state = arrays.state_of(7)
-    world.save(state, world_size, str(tmp_path / "a"))
-    names = [name for name, value in state.items() if isinstance(value, np.ndarray)]
-    tensors = {name: torch.from_numpy(state[name]) for name in names}
-    ray_dcp.dcp_to_safetensors(tmp_path / "a", tmp_path / "hf", include=names)
-    assert differences(load_package(tmp_path / "hf"), tensors) == []
-    assert differences(load_stock(tmp_path / "hf", blanks(tensors)), tensors) == []
-
-
 # Files of others
 
 
@@ -122,23 +99,6 @@ def test_files_of_the_safetensors_library_are_read(tmp_path, name):
     state = {"matrix": bits(dtype, 5, 7), "scalar": bits(dtype), "empty": bits(dtype, 0, 3)}
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     assert differences(load(tmp_path, blanks(state)), state) == []
-
-
-def test_a_model_of_several_files_is_read_into_a_module(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    whole = {f"model.{name}": value for name, value in model.state_dict().items()}
-    names = sorted(whole)
-    for number, chosen in enumerate((names[::2], names[1::2]), 1):
-        safetensors.torch.save_file(
-            {name: whole[name] for name in chosen},
-            tmp_path / f"model-{number:05d}-of-00002.safetensors",
-            metadata={"format": "pt"},
-        )
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")
-    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    load(tmp_path, {"model": other})
-    assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
 
 
 @pytest.mark.parametrize(
@@ -160,15 +120,6 @@ def test_what_dcps_hugging_face_writer_saved_is_read(tmp_path, options):
     writer = stock.HuggingFaceStorageWriter(str(tmp_path), **options)
     stock.save(state, storage_writer=writer, no_dist=True)
     assert differences(load(tmp_path, blanks(state)), state) == []
-
-
-def test_a_reader_of_dcp_serves_as_plug_in(tmp_path):
-    state = {"w": bits(torch.float32, 6, 5)}
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    into = blanks(state)
-    reader = stock.HuggingFaceStorageReader(str(tmp_path))
-    ray_dcp.load(into, storage_reader=reader, no_dist=True)
-    assert differences(into, state) == []
 
 
 def test_plain_files_follow_the_rules_of_every_load(tmp_path):

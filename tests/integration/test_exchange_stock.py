@@ -6,15 +6,12 @@ fails here until ray_dcp has it.
 
 from __future__ import annotations
 
-import collections
-import io
 import pickle
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
@@ -39,7 +36,6 @@ from tests.support.exchange_cases import (
     differences,
     layouts,
     nested,
-    objects,
     piecemeal,
     same,
 )
@@ -124,16 +120,6 @@ def test_stock_says_of_all_dtypes_in_use_that_they_can_be_exchanged():
     assert known <= {name for name in DTYPES if exchanged_by_stock(name)}
 
 
-def test_a_target_may_have_another_memory_layout(exchange):
-    state = {"x": bits(torch.float32, 6, 4), "y": bits(torch.int16, 2, 3, 4, 5)}
-    channels_last = blank(state["y"]).contiguous(memory_format=torch.channels_last)
-    into = {"x": blank(state["x"].t()).t(), "y": channels_last}
-    held = dict(into)
-    assert differences(exchange(state, into), state) == []
-    assert all(into[name] is held[name] for name in held)
-    assert into["x"].stride() == (1, 6)
-
-
 def quantised(dtype: torch.dtype) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, dtype)
 
@@ -149,11 +135,6 @@ def test_a_quantised_tensor_of_stock_is_refused_by_name_and_the_rest_loads(tmp_p
 # Containers and objects
 
 
-@pytest.mark.parametrize("state", [objects(), nested()], ids=["objects", "nested containers"])
-def test_objects_and_containers_are_exchanged(exchange, state):
-    assert differences(exchange(state), state) == []
-
-
 def test_what_no_safe_load_of_torch_reads_is_exchanged_both_ways(tmp_path):
     state = piecemeal()
     ray_dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
@@ -164,32 +145,6 @@ def test_what_no_safe_load_of_torch_reads_is_exchanged_both_ways(tmp_path):
     path = save_stock(tmp_path / "stock", state)
     for options in (None, ray_dcp.LoadOptions(weights_only=False)):
         assert differences(load_ours(path, blanks(state), options=options), state) == []
-
-
-def test_mappings_of_every_class_are_walked_as_mappings(exchange):
-    inner = collections.defaultdict(list, {"w": bits(torch.float32, 2), "n": 1})
-    state = {"a": collections.OrderedDict(x=bits(torch.int64, 3)), "b": inner}
-    found = exchange(state, {"a": {"x": blank(state["a"]["x"])}, "b": blanks(dict(inner))})
-    assert differences(found, {"a": dict(state["a"]), "b": dict(inner)}) == []
-
-
-def test_integer_keys_of_stock_come_back_to_their_places(tmp_path):
-    state = {"state": {0: {"step": torch.tensor(3.0), "n": 5}, 1: {"n": 6}}}
-    path = save_stock(tmp_path / "a", state)
-    into = {"state": {0: {"step": torch.tensor(0.0), "n": 0}, 1: {"n": 0}}}
-    assert differences(load_ours(path, into), state) == []
-
-
-def test_without_flattening_containers_are_exchanged_whole(exchange):
-    state = {"model": {"w": bits(torch.float32, 3), "n": [1]}, "x": bits(torch.int8, 2)}
-    into = {"model": {}, "x": blank(state["x"])}
-    found = exchange(
-        state, into,
-        save=stock.DefaultSavePlanner(flatten_state_dict=False),
-        # Careful: stock DCP puts objects into a copy of the state that it throws away, if both.
-        load=stock.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )  # fmt: skip
-    assert differences(found, state) == []
 
 
 # Stateful values
@@ -213,26 +168,6 @@ def trained(steps: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimiz
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
     return model, optimizer
-
-
-def test_states_of_modules_and_optimizers_are_exchanged_and_train_on_alike(exchange):
-    pair, others = trained(3, seed=1), others_of(2)
-    (model, optimizer), (other, other_optimizer) = pair, others
-    into = {
-        "model": other.state_dict(),
-        "optimizer": other_optimizer.state_dict(),
-        "parameter": blank(model[0].weight),
-    }
-    exchange(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "parameter": model[0].weight,
-        },
-        into,
-    )
-    other_optimizer.load_state_dict(into["optimizer"])
-    train_on_alike(pair, others)
 
 
 @pytest.mark.parametrize("writer", [stock, ray_dcp], ids=["stock", "ray_dcp"])
@@ -323,54 +258,36 @@ def test_checkpoints_that_stock_compressed_with_zstd_are_read(tmp_path, planner)
     assert same(ray_dcp.open(path)["matrix"][1:3], state["matrix"][1:3])
 
 
-class Upside(StreamTransformExtension):
-    """A transform that ray_dcp can't know: flips every bit."""
+class Unknown(StreamTransformExtension):
+    """A transform that ray_dcp can't know."""
 
     @staticmethod
     def registry_name() -> str:
-        return "test.upside"
+        return "test.unknown"
 
     @staticmethod
-    def from_descriptor(version: str) -> Upside:
-        return Upside()
+    def from_descriptor(version: str) -> Unknown:
+        return Unknown()
 
     def get_descriptor(self) -> str:
-        return "test.upside/1"
+        return "test.unknown/1"
 
     def transform_to(self, output: Any) -> Any:
-        return Flipping(output)
+        return output
 
     def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name
-        return io.BytesIO(flipped(input.read()))
-
-
-class Flipping(io.RawIOBase):
-    """Writes the opposite of what it is given; leaves the stream below open."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return int(self._output.write(flipped(data)))
-
-
-def flipped(data: Any) -> bytes:
-    return (np.frombuffer(data, np.uint8) ^ 255).tobytes()
+        return input
 
 
 def test_a_transform_of_a_plug_in_is_refused_with_the_way_out_that_works(tmp_path):
     state = {"w": bits(torch.float32, 3), "n": [1, 2]}
-    path = save_zstd(tmp_path / "a", state, Upside())
+    path = save_zstd(tmp_path / "a", state, Unknown())
     for name in state:
         with pytest.raises(DamagedCheckpointError, match=rf"'{name}'.*_extension_registry=") as e:
             load_ours(path, {name: blanks(state)[name]})
         assert type(e.value) is DamagedCheckpointError
     registry = ExtensionRegistry()
-    registry.register(Upside)
+    registry.register(Unknown)
     reader = stock.FileSystemReader(path, _extension_registry=registry)
     into = blanks(state)
     ray_dcp.load(into, storage_reader=reader, no_dist=True)
@@ -392,13 +309,3 @@ def test_an_item_that_unpacks_to_more_than_its_tensor_can_hold_is_refused(tmp_pa
 
 
 # What of ours stock DCP meets
-
-
-def test_stock_reads_ours_in_many_parts(tmp_path):
-    state = layouts(torch.float64) | {"n": {"a": 1}}
-    options = ray_dcp.SaveOptions(part_bytes=4096, num_threads=3)
-    ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, options=options)
-    assert len(list(tmp_path.glob("*.distcp"))) > 2
-    into = blanks(state)
-    stock.load(into, checkpoint_id=tmp_path, no_dist=True)
-    assert differences(into, state) == []

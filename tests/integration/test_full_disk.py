@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -60,20 +59,6 @@ def test_at_every_free_byte_a_save_fails_on_all_ranks_or_is_committed(disk):
     assert set(told[:-1]) <= {StorageError, CommitUnknownError}
     assert told.count(StorageError) >= 3
     assert told.count(CommitUnknownError) <= 2
-
-
-def test_the_rank_that_finds_the_disk_full_is_named(disk):
-    storage = LocalStorage(disk.path / "step-1")
-    Place(storage).save(OLD)
-    disk.leave(1 << 20, here)
-    large = {"large": np.random.default_rng(0).standard_normal(500_000)}
-    results = run_ranks(save_ranks(large, 2, storage.url))
-    for result in results:
-        assert isinstance(result.error, StorageError)
-        assert result.error.rank in (0, 1)
-        assert f"rank {result.error.rank}" in str(result.error)
-        assert f"__{result.error.rank}_0." in str(result.error)
-        assert result.error.failures.keys() <= {0, 1}
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -148,14 +133,6 @@ def test_a_step_is_deleted_on_a_disk_without_a_free_byte(disk, what):
         manager.close()
     disk.make_room(here)
     assert ray_dcp.verify(run / "step-00000002").ok
-
-
-def test_a_checkpoint_without_a_run_is_deleted_on_a_disk_without_a_free_byte(disk):
-    path = disk.path / "one"
-    ray_dcp.save(tensor(1 << 16), checkpoint_id=path)
-    disk.leave(0, here)
-    ray_dcp.delete(path)
-    assert [one.name for one in path.iterdir()] == ["manifest-00000002.json"]
 
 
 def test_what_an_unfinished_save_left_is_collected_on_a_disk_without_a_free_byte(disk):

@@ -8,7 +8,6 @@ import torch
 import ray_dcp
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
-from tests.support.servers.refusing_proxy import RefusingProxy
 from tests.support.servers.s3 import fresh_place, proxy_before, through
 
 AWAY_S = 0.05
@@ -16,7 +15,7 @@ AWAY_S = 0.05
 
 @pytest.fixture
 def proxy(server):
-    yield from proxy_before(server, RefusingProxy)
+    yield from proxy_before(server)
 
 
 @pytest.fixture
@@ -50,16 +49,6 @@ def test_a_small_load_waits_for_few_requests(place, proxy):
     assert found["step"] == 1
     assert len(proxy.seen) <= 5, told
     assert proxy.depth <= 3, told
-
-
-def test_objects_are_read_at_the_same_time(place, proxy):
-    objects = {f"object-{i}": i for i in range(12)}
-    ray_dcp.save(objects, checkpoint_id=place / "objects", no_dist=True)
-    proxy.forget()
-    found = dict.fromkeys(objects, -1)
-    ray_dcp.load(found, checkpoint_id=place / "objects", no_dist=True)
-    assert found == objects
-    assert proxy.depth <= 3, "\n".join(proxy.seen)
 
 
 def test_a_manager_that_begins_again_does_not_read_every_step(server, place, proxy):

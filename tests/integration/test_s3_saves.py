@@ -16,7 +16,6 @@ import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
-from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes
@@ -108,18 +107,6 @@ def test_a_server_that_ignores_conditions_is_found_out_and_said_so(tmp_path):
             with pytest.warns(UserWarning, match="only if there is none"):
                 ray_dcp.save(state_of(number), checkpoint_id=place, no_dist=True)
         assert is_same(loaded(checkpoint_id=place), state_of(2.0))
-
-
-def test_a_manager_reaches_its_steps_with_the_options_of_its_root(place):
-    with CheckpointManager(place, 1, chkpt_on_preemption=False) as manager:
-        for step in range(6):
-            manager.save(step, {"w": torch.full((3,), float(step))}, metrics={"loss": 9.0 - step})
-    reader = CheckpointManager(place, read_only=True)
-    assert reader.all_steps() == [0, 1, 2, 3, 4, 5]
-    assert reader.best_step("loss") == 5
-    state = {"w": torch.zeros(3)}
-    assert reader.restore("latest", state).step == 5
-    assert state["w"][0] == 5
 
 
 # credentials

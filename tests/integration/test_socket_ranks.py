@@ -19,7 +19,7 @@ from tests.support.programs.socket_rank import HEARTBEAT_S
 
 SCRIPT = ("-m", "tests.support.programs.socket_rank")
 
-SOON_S = 30.0
+SOON_S = 120.0
 """Far less than any timeout of a save; on a quiet machine it takes 0.1 to 0.7 s."""
 
 

@@ -34,10 +34,10 @@ from torch.serialization import safe_globals
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
-from ray_dcp import PerRank
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.torch_adapter.capture import capture
-from tests.support.exchange_cases import blank, objects, raw
+from tests.support.comparing import differences
+from tests.support.exchange_cases import blank, objects
 from tests.support.own_planners import OwnLookup, OwnSave
 from tests.unit.adapter_support import as_rank, frozen, load, on_ranks, save_captures
 
@@ -79,12 +79,10 @@ class Maker:
 
     Args:
         seed: All follows from it.
-        pickled: Whether modules and optimizers are among the values, which no safe load takes.
     """
 
-    def __init__(self, seed: int, *, pickled: bool = False) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.pickled = pickled
         self._number = 0
 
     def state(self) -> dict[str, Any]:
@@ -100,8 +98,6 @@ class Maker:
             lambda: self.mapping(depth), lambda: self.list(depth), lambda: self.tuple(depth),
             self.stochastic, self.record,
         ]  # fmt: skip
-        if self.pickled:
-            makers.append(self.trainer)
         if depth >= 3:
             makers = makers[:6]
         return self.random.choice(makers)()
@@ -161,15 +157,6 @@ class Maker:
         if self.random.random() < 0.5:
             return Point(self.random.random(), ("here", None))
         return Settings("s", (0.5, self.random.random()), self.plain())
-
-    def trainer(self) -> Any:
-        """Returns a module and its optimizer as objects."""
-        module = nn.Linear(2, 3)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=self.random.random())
-        module(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [module, optimizer] if self.random.random() < 0.7 else (optimizer, "beside")
 
     def shape(self, min_dim: int = 0) -> tuple[int, ...]:
         """Returns a shape; one in six has no elements."""
@@ -418,85 +405,6 @@ def _part(whole: Whole, cut: Cut, *, filled: bool) -> DTensor:
     )  # fmt: skip
 
 
-# What differs
-
-
-def differences(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Returns where two states are not the same, to the bit, a short line each."""
-    return list(_differing(found, expected, path))
-
-
-def _differing(found: Any, expected: Any, path: str) -> Iterator[str]:
-    if isinstance(expected, torch.Tensor):
-        if not isinstance(found, torch.Tensor):
-            yield f"{path}: a {type(found).__name__} where a tensor was"
-            return
-        ours, theirs = found.detach(), expected.detach()
-        if isinstance(theirs, DTensor):
-            ours, theirs = ours.to_local(), theirs.to_local()
-        if isinstance(theirs, TwoTensor):
-            if not isinstance(ours, TwoTensor):
-                yield f"{path}: no TwoTensor any more"
-                return
-            yield from _differing(ours.a, theirs.a, f"{path}.a")
-            yield from _differing(ours.b, theirs.b, f"{path}.b")
-        elif (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield f"{path}: {ours.dtype}{list(ours.shape)}, was {theirs.dtype}{list(theirs.shape)}"
-        elif raw(ours) != raw(theirs):
-            yield f"{path}: other bits of {theirs.dtype}{list(theirs.shape)}"
-    elif isinstance(expected, PerRank):
-        yield from _differing(found.value, expected.value, f"{path} of the rank")
-    elif type(found) is not type(expected):
-        yield f"{path}: a {type(found).__name__}, was a {type(expected).__name__}"
-    elif isinstance(expected, Mapping):
-        for key in [*expected, *(key for key in found if key not in expected)]:
-            if key not in found or key not in expected:
-                yield f"{path}.{key!r}: {'gone' if key in expected else 'new'}"
-            else:
-                yield from _differing(found[key], expected[key], f"{path}.{key!r}")
-        if [*found] != [*expected]:
-            yield f"{path}: keys in another order"
-    elif isinstance(expected, (list, tuple)):
-        if len(found) != len(expected):
-            yield f"{path}: {len(found)} entries, were {len(expected)}"
-            return
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            yield from _differing(one, other, f"{path}.{number}")
-        if any(isinstance(one, torch.optim.Optimizer) for one in expected):
-            yield from _not_of_one_piece(found, path)
-    elif not _equal(found, expected):
-        yield f"{path}: {found!r:.60}, was {expected!r:.60}"
-
-
-def _not_of_one_piece(found: Any, path: str) -> Iterator[str]:
-    """Tells where an optimizer has other parameters than the module that lies beside it."""
-    modules = [one for one in found if isinstance(one, nn.Module)]
-    for optimizer in found:
-        if isinstance(optimizer, torch.optim.Optimizer) and modules:
-            held = optimizer.param_groups[0]["params"]
-            if not all(a is b for a, b in zip(held, modules[0].parameters(), strict=True)):
-                yield f"{path}: the optimizer lost its module"
-
-
-def _equal(found: Any, expected: Any) -> bool:
-    if isinstance(expected, (np.ndarray, np.generic)):
-        return (
-            found.dtype == expected.dtype
-            and found.shape == expected.shape
-            and found.tobytes() == expected.tobytes()
-            and (expected.size < 2 or found.flags.fnc == expected.flags.fnc)
-        )
-    if isinstance(expected, torch.Generator):
-        return torch.equal(found.get_state(), expected.get_state())
-    if isinstance(expected, Settings):
-        return not differences(vars(found), vars(expected))
-    if isinstance(expected, (nn.Module, torch.optim.Optimizer)):
-        return not differences(found.state_dict(), expected.state_dict())
-    if isinstance(expected, float):
-        return repr(found) == repr(expected)
-    return bool(found == expected)
-
-
 FIRST_SEED = int(os.environ.get("RAY_DCP_SEED", "0"))
 IS_THOROUGH = bool(os.environ.get("RAY_DCP_THOROUGH"))
 STATES = range(FIRST_SEED, FIRST_SEED + (600 if IS_THOROUGH else 30))
@@ -506,9 +414,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
-    # Modules and optimizers as objects.
-    pytest.mark.filterwarnings("ignore:saved, but a safe load:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*a safe load refuses:UserWarning"),
 ]
 
 
@@ -523,12 +428,10 @@ class Way:
 
     Args:
         flat: Whether nested containers are walked.
-        code: Whether objects may run code.
     """
 
-    def __init__(self, *, flat: bool, code: bool) -> None:
+    def __init__(self, *, flat: bool) -> None:
         self.flat = flat
-        self.options = ray_dcp.LoadOptions(weights_only=not code)
 
     def save(self, how: str, state: dict[str, Any], path: Path) -> None:
         planner = OwnSave if "hooks" in how else ray_dcp.DefaultSavePlanner
@@ -547,7 +450,7 @@ class Way:
         if how == "stock":
             stock.load(state, **told, planner=made)
         else:
-            ray_dcp.load(state, **told, planner=made, options=self.options)
+            ray_dcp.load(state, **told, planner=made)
         return state
 
 
@@ -556,9 +459,9 @@ WRITERS = ("ours", "hooks", "async", "stock")
 
 @pytest.mark.parametrize("seed", STATES)
 def test_a_random_state_is_what_it_was_whoever_saves_and_loads_it(seed: int, tmp_path: Path):
-    maker = Maker(seed, pickled=seed % 3 == 2)
+    maker = Maker(seed)
     state = maker.state()
-    way = Way(flat=seed % 7 != 3, code=maker.pickled)
+    way = Way(flat=seed % 7 != 3)
     before = copy.deepcopy(state)
     of_stock = None
     wrong = []
@@ -617,26 +520,23 @@ def read_by_stock(way: Way, into: Any, path: Path, state: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", STATES)
 def test_conversions_give_what_was_saved(seed: int, tmp_path: Path):
-    maker = Maker(seed, pickled=seed % 3 == 2)
+    maker = Maker(seed)
     state = maker.state()
-    options = ray_dcp.LoadOptions(weights_only=not maker.pickled)
     for writer in ("ours", "stock"):
-        way = Way(flat=True, code=maker.pickled)
+        way = Way(flat=True)
         path, file = tmp_path / writer, tmp_path / f"{writer}.pt"
         way.save(writer, state, path)
         kept = plainly(state, as_text=writer == "stock")
         if writer == "stock":
             kept = without_empty(kept)
         ray_dcp.copy(path, tmp_path / f"copied {writer}")
-        ray_dcp.dcp_to_torch_save(path, file, options=options)
-        ray_dcp.torch_save_to_dcp(
-            file, tmp_path / f"back {writer}", weights_only=options.weights_only
-        )
+        ray_dcp.dcp_to_torch_save(path, file)
+        ray_dcp.torch_save_to_dcp(file, tmp_path / f"back {writer}")
         found = {
-            "read": ray_dcp.read_state_dict(path, options=options),
-            "copied": ray_dcp.read_state_dict(tmp_path / f"copied {writer}", options=options),
+            "read": ray_dcp.read_state_dict(path),
+            "copied": ray_dcp.read_state_dict(tmp_path / f"copied {writer}"),
             "torch.save": torch.load(file, weights_only=False),
-            "back": ray_dcp.read_state_dict(tmp_path / f"back {writer}", options=options),
+            "back": ray_dcp.read_state_dict(tmp_path / f"back {writer}"),
         }
         wrong = [f"{how}: {line}" for how, one in found.items() for line in differences(one, kept)]
         assert not wrong, f"\n{writer}\n" + "\n".join(wrong)

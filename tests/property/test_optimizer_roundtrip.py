@@ -25,8 +25,9 @@ from torch.serialization import safe_globals
 
 import ray_dcp
 from tests.support import optimizers
+from tests.support.comparing import differences
 from tests.support.optimizer_ranks import CASES as CASES_OF_RANKS
-from tests.support.optimizers import CASES, SAFE_GLOBALS, Net, differences
+from tests.support.optimizers import CASES, SAFE_GLOBALS, Net
 from tests.support.own_planners import OwnLookup, OwnSave
 from tests.support.programs.forks import Programs
 
@@ -197,9 +198,7 @@ def test_stock_loads_ours_wherever_it_loads_its_own(name: str, tmp_path: Path):
     def by_stock(path: Path) -> dict[str, Any]:
         into = named(trained(case, 2, range(4)))
         stock.load(into, checkpoint_id=path, no_dist=True)
-        found: dict[str, Any] = {}
-        optimizers.frozen(into, "", found)
-        return found
+        return optimizers.whole(into)
 
     check_same(by_stock(tmp_path / "ours"), by_stock(tmp_path / "stock"), "after the load")
 
@@ -242,9 +241,7 @@ class Job:
             for path, value in optimizers.contents(whole, optimizer).items():
                 if not path.startswith(hidden or ("-",)):
                     found[f"{key}.{path}"] = value
-        for key, value in self.more.items():
-            optimizers.frozen(value.state_dict(), key, found)
-        return found
+        return found | {k: optimizers.whole(v.state_dict()) for k, v in self.more.items()}
 
     def freeze(self, *names: str, free: bool = False) -> None:
         for module in self.modules.values():
@@ -299,11 +296,6 @@ class Story:
 
     def before_next(self, job: Job) -> None:
         """Makes jobs alike in what no checkpoint holds, before the next steps."""
-
-
-class EmptyGroupFirst(Story):
-    def optimizer(self, module):
-        return self.cls([{"params": []}, {"params": list(module.parameters()), "lr": 0.25}])
 
 
 class EmptyGroups(Story):
@@ -429,10 +421,6 @@ class FrozenAfterwards(TrainedThenFrozen):
         job.freeze(*self.FROZEN, free=True)
 
 
-class AllFrozen(TrainedThenFrozen):
-    FROZEN = ("embed.weight", "up.bias", "up.weight", "down.weight")
-
-
 class OneOfTwoModules(Story):
     stock = False
     given: tuple[str, ...] = ("model",)
@@ -443,18 +431,8 @@ class OneOfTwoModules(Story):
         return Job(modules, {"optimizer": self.cls(together)}, self.given)
 
 
-class SecondOfTwoModules(OneOfTwoModules):
-    given = ("other",)
-
-
 class BothModules(OneOfTwoModules):
     given = ()
-
-
-class FrozenOfTwoModules(OneOfTwoModules):
-    FROZEN = ("embed.weight",)
-    until_save = TrainedThenFrozen.until_save
-    build_new = TrainedThenFrozen.build_new
 
 
 class TwoOptimizers(Story):
@@ -477,16 +455,7 @@ class Scheduled(Story):
         return job
 
 
-class Pipeline(Story):
-    """Parameters are in a container of the user's, whose wrapper changes their names."""
-
-    def net(self):
-        return torch.compile(super().net(), backend="eager")
-
-
 STORIES: dict[str, type[Story]] = {
-    "plain": Story,
-    "an empty group first": EmptyGroupFirst,
     "empty groups": EmptyGroups,
     "groups in another order": OtherOrderOfGroups,
     "parameters in another order": OtherOrderOfParameters,
@@ -497,14 +466,10 @@ STORIES: dict[str, type[Story]] = {
     "trained, then frozen": TrainedThenFrozen,
     "frozen, then freed": FrozenThenFreed,
     "frozen afterwards": FrozenAfterwards,
-    "all frozen": AllFrozen,
     "one of two modules": OneOfTwoModules,
-    "the second of two modules": SecondOfTwoModules,
     "both of two modules": BothModules,
-    "two modules, frozen": FrozenOfTwoModules,
     "two optimizers": TwoOptimizers,
     "a scheduler": Scheduled,
-    "compiled": Pipeline,
 }
 
 

@@ -14,9 +14,8 @@ from ray_dcp.commit_protocol.commands import Failed, MakePlan, Planned, RowsMiss
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.fingerprint import alike, fingerprint, probes
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan, node_numbers
 from ray_dcp.planning.merge import contents_of, without_contents
-from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.runtime import tasks
 from ray_dcp.runtime.tasks import perform
 

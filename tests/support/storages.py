@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ray_dcp.commit_protocol.commands import CreateRecord, RecordCreated, SlotTaken
-from ray_dcp.errors import InternalError, InvalidRequestError, StorageError
+from ray_dcp.errors import InternalError, StorageError
 from ray_dcp.format.manifest import AbortRecord, encode_record
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.runtime.tasks import perform
@@ -45,14 +45,9 @@ Operation = Literal[
     "read", "read_into", "write", "open_writer", "writer.write", "commit", "list", "delete",
     "reuse",
 ]  # fmt: skip
-Effect = Literal["before", "after", "torn", "short", "flip", "slow"]
+Effect = Literal["before", "after", "torn", "short", "flip"]
 
 _WRITES = ("write", "writer.write")
-_ONLY: dict[str, tuple[str, ...]] = {
-    "torn": _WRITES,
-    "short": _WRITES,
-    "flip": ("read", "read_into", *_WRITES),
-}
 _DOING: dict[Operation, str] = {
     "read_into": "read", "open_writer": "create a file for", "writer.write": "write",
     "commit": "publish",
@@ -94,31 +89,12 @@ class Fault:
     """`before`: nothing happens, and an error is raised. `after`: it happens, and the answer is
     lost. `torn`: the first half is written (by `write` as on a storage that is not atomic), and an
     error is raised. `short`: the first half is written, and no error is raised. `flip`: one bit
-    of what is read or written differs, and no error is raised. `slow`: it happens `delay_s`
-    later."""
+    of what is read or written differs, and no error is raised."""
     error: StorageError | int | str | None = None
     """What is raised: an error as it is; an errno, as a filesystem reports it (`errno.ENOSPC`);
     the answer of an object store ("503 Slow Down"). By default one that says it was scripted."""
     stops: bool = False
     """The process dies with it: `CrashError` is raised, and for whatever is asked later."""
-    delay_s: float = 0.0
-    """How slow, in seconds."""
-
-    def __post_init__(self) -> None:
-        allowed = _ONLY.get(self.effect, (self.operation,))
-        if self.operation not in allowed:
-            raise InvalidRequestError(
-                f"effect {self.effect!r} happens to {', '.join(allowed)}, not to {self.operation!r}"
-            )
-        if self.nth < 1 or (self.times is not None and self.times < 1):
-            raise InvalidRequestError(
-                f"calls are counted from 1, but nth={self.nth}, times={self.times}"
-            )
-        if (self.effect == "slow") != (self.delay_s > 0):
-            raise InvalidRequestError(
-                f"effect 'slow' needs delay_s above 0, and no other takes one, but found "
-                f"{self.effect!r} with delay_s={self.delay_s}"
-            )
 
 
 class Script:
@@ -128,22 +104,11 @@ class Script:
 
     Args:
         faults: What goes wrong; where several fit a call, the first one happens.
-        sleep: Takes the seconds of a `slow` fault; give a fake clock's.
-
-    Raises:
-        InvalidRequestError: A fault is slow, and there is no `sleep`.
     """
 
-    def __init__(
-        self, faults: Sequence[Fault] = (), *, sleep: Callable[[float], object] | None = None
-    ) -> None:
-        if sleep is None and any(fault.effect == "slow" for fault in faults):
-            raise InvalidRequestError(
-                "a slow fault needs something to be slow with: pass sleep=clock.sleep"
-            )
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._faults = tuple(faults)
         self._counts = [0] * len(self._faults)
-        self._sleep = sleep
         self._calls: list[Call] = []
         self._stopped = False
         self._kept: list[PartWriter] = []
@@ -226,8 +191,6 @@ class Script:
             if fault is not None and fault.effect == "before":
                 self._stopped |= fault.stops
                 raise _error(fault, call, url)
-        if fault is not None and fault.effect == "slow" and self._sleep is not None:
-            self._sleep(fault.delay_s)
         yield fault
         if fault is not None and fault.effect in ("after", "torn"):
             self._stopped |= fault.stops
@@ -470,14 +433,6 @@ class Gate(Script):
             self.wait(key)
         with super().call(operation, key, url) as fault:
             yield fault
-
-
-class GatedStorage(FaultyStorage):
-    """A storage behind a gate."""
-
-    def __init__(self, inner: Storage, gate: Gate) -> None:
-        super().__init__(inner, gate)
-        self._gate = gate
 
 
 class Counting(FaultyStorage):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,15 +14,16 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ray_dcp.commit_protocol.messages import OpKey, Target
+from ray_dcp.commit_protocol.messages import Exchange, OpKey, Target
 from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import Capture, capture
+from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.targets import Targets
-from tests.support.world import load_rank, run_ranks, save_rank
+from tests.support.world import Fate, RankResult, load_rank, run_ranks, save_rank
 
 _numbers = itertools.count()
 
@@ -154,3 +157,56 @@ def frozen(captured: Capture) -> Capture:
     return Capture(
         columns, lambda row: memoryview(tensors[row]), captured.deferred, captured.warnings
     )
+
+
+def keys(session: str = "test") -> Callable[[], OpKey]:
+    """Returns what names the operations of one rank."""
+    seq = itertools.count()
+    return lambda: OpKey(session, next(seq))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A session of one of several ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    next_key: Callable[[], OpKey] = field(default_factory=keys)
+    call: Any = None
+
+
+def group(
+    rank: int = 0, world_size: int = 1, *, timeout_s: float = 60.0, coordinator_rank: int = 0
+) -> Group:
+    """Returns a rank's view of all."""
+    return Group(OneOf(rank, world_size), timeout_s, "test", None, coordinator_rank)
+
+
+def run(
+    ranks: Sequence[Generator[Any, Any, Any]],
+    *,
+    dies: Callable[[Exchange], bool] = lambda _: False,
+    seen: list[Exchange] | None = None,
+) -> list[RankResult[Any]]:
+    """Runs every rank to its end; a rank that `dies` at a request never goes on.
+
+    Messages are pickled on the way, as between processes.
+    """
+
+    def fate(request: Any) -> Fate:
+        assert isinstance(request, Exchange)
+        if seen is not None:
+            seen.append(request)
+        return "slow" if dies(request) else "live"
+
+    return run_ranks(list(map(_pickled, ranks)), fate=fate, catches=BaseException)
+
+
+def _pickled(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    try:
+        request = next(steps)
+        while True:
+            reply = pickle.loads(pickle.dumps((yield pickle.loads(pickle.dumps(request)))))
+            request = steps.send(reply)
+    except StopIteration as end:
+        return end.value

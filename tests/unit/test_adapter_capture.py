@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections import OrderedDict
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
@@ -16,6 +22,7 @@ from torch.distributed._shard.sharded_tensor import (
     ShardMetadata,
     TensorProperties,
 )
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -26,15 +33,21 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ray_dcp.core.columns import decode, encode
+import ray_dcp
+from ray_dcp import errors
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.conversion import nested as nested_by_path
 from ray_dcp.core.values import Columns, Kind
-from ray_dcp.errors import StateDictError, UnsupportedValueError
+from ray_dcp.errors import DamagedCheckpointError, StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.saving import share_bytes
 from ray_dcp.torch_adapter.capture import Capture, capture
-from ray_dcp.torch_adapter.objects import load_object
+from ray_dcp.torch_adapter.flatten import flatten
+from ray_dcp.torch_adapter.load_plan import plan_targets
+from ray_dcp.torch_adapter.objects import dump_object
+from ray_dcp.torch_adapter.sink import TensorSink
 
-from .adapter_support import as_rank, box, frozen, load, on_ranks, stored
+from .adapter_support import as_rank, box, frozen, load, on_ranks, stored, table_of
 
 WORLD = 4
 
@@ -71,63 +84,6 @@ def torch_rows(state_dict: dict[str, Any]) -> set[tuple[Any, ...]]:
             tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.requires_grad,
         ))  # fmt: skip
     return found
-
-
-class Model(nn.Module):
-    """Uneven in every dimension, with a buffer, a scalar and tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 7)
-        self.down = nn.Linear(7, 5, bias=False)
-        self.norm = nn.BatchNorm1d(5)
-        self.tied = self.down
-
-
-def whole() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
-def fsdp() -> nn.Module:
-    return fully_shard(whole(), mesh=init_device_mesh("cpu", (WORLD,)))
-
-
-def hsdp() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return fully_shard(whole(), mesh=mesh)
-
-
-def tp(mesh: DeviceMesh | None = None) -> nn.Module:
-    mesh = mesh or init_device_mesh("cpu", (WORLD,))
-    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(whole(), mesh, styles, src_data_rank=None)
-
-
-def fsdp_tp() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return fully_shard(tp(mesh["tp"]), mesh=mesh["dp"])
-
-
-LAYOUTS = {"fsdp2": fsdp, "hsdp": hsdp, "tp": tp, "fsdp2 + tp": fsdp_tp}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_parallel_models_are_described_as_torch_describes_them(layout: str) -> None:
-    def on_rank(rank: int) -> Capture:
-        model = LAYOUTS[layout]()
-        state = {"model": model, "groups": [{"lr": 0.1}]}
-        captured = capture(state, rank=rank, world_size=WORLD)
-        assert rows(captured.columns) == torch_rows({**state, "model": model.state_dict()})
-        return frozen(captured)
-
-    captures = on_ranks(WORLD, on_rank)
-    full = whole().state_dict()
-    target = {"model": {k: torch.zeros_like(v) for k, v in full.items()}, "groups": [{"lr": 0.0}]}
-    load(stored(*captures), target)
-    assert target["groups"] == [{"lr": 0.1}]
-    for key, value in full.items():
-        assert torch.equal(target["model"][key], value), key
 
 
 PLACEMENTS = [
@@ -221,38 +177,11 @@ def test_sharded_tensors_are_described_as_torch_describes_them() -> None:
     check_restores({"w": full}, on_ranks(2, on_rank))
 
 
-def test_values_of_every_kind_are_rows_of_torchs_plan_with_dcp_paths() -> None:
-    base = torch.arange(6.0)
-    state = {
-        "a": {"w": base, "tied": base, 3: torch.tensor(2), "empty": torch.zeros(0, 3)},
-        "half": torch.ones(2, 3).bfloat16().T,
-        "param": nn.Parameter(base),
-        "list": [1, {"x": base}],
-        "plain list": [1, 2],
-        "tuple": (1, base),
-        "none": None,
-    }
-    captured = of({**state, "nothing": {}})
-    assert rows(captured.columns) == {*torch_rows(state), ("nothing", "object")}
-    values, paths = flatten_state_dict(state)
-    values["nothing"], paths["nothing"] = {}, ("nothing",)
-    assert dict(zip(captured.columns.names, captured.columns.paths, strict=True)) == paths
-    for row, name in enumerate(captured.columns.names):
-        if captured.columns.kind[row] == Kind.OBJECT:
-            data = captured.deferred(row)
-            assert captured.deferred(row) is data
-            assert repr(load_object(data, fqn=name)) == repr(values[name])
-        else:
-            expected = values[name].detach().contiguous().view(-1)
-            data = np.frombuffer(captured.source(row), np.uint8)
-            assert data.tobytes() == bytes(expected.clone().untyped_storage())
-    assert rows(decode(encode(captured.columns))) == rows(captured.columns)
-
-
 def test_everything_that_cannot_be_saved_is_told_at_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sparse = torch.eye(2).to_sparse()
+        quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with as_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
@@ -261,14 +190,15 @@ def test_everything_that_cannot_be_saved_is_told_at_once() -> None:
         )
         state = {
             "fine": torch.ones(1), "a": {"meta": torch.empty(2, device="meta")}, "sparse": sparse,
-            "hook": lambda: 1, "partial": partial, "wrong": wrong,
+            "hook": lambda: 1, "partial": partial, "wrong": wrong, "quantised": quantised,
         }  # fmt: skip
         with pytest.raises(UnsupportedValueError) as caught:
             of(state)
     message = str(caught.value)
-    assert message.startswith("5 value(s)")
+    assert message.startswith("6 value(s)")
     for words in (
-        "'a.meta'", "'sparse'", "'hook'", "'partial'", "Partial", "'wrong'", "(2, 2)", "full_tensor"
+        "'a.meta'", "meta device", "'sparse'", "to_dense", "'quantised'", "dequantize", "'hook'",
+        "'partial'", "Partial", "'wrong'", "(2, 2)", "full_tensor",
     ):  # fmt: skip
         assert words in message
     assert "'fine'" not in message
@@ -375,8 +305,6 @@ def test_a_sharded_tensor_in_a_sharded_tensor_is_one_box_at_the_sum_of_the_offse
             tensor = sharded_tensor(full, rank, nested=True)
             columns = capture({"w": tensor}, rank=rank, world_size=2).columns
             assert [box(columns, 0)] == [((3 * rank, 0), (1, 3))]
-            with pytest.raises(UnsupportedValueError, match="flatten_sharded_tensors"):
-                capture({"w": tensor}, rank=rank, world_size=2, flatten_sharded_tensors=False)
 
 
 def test_a_rank_stages_about_its_share_of_what_others_hold_too() -> None:
@@ -386,3 +314,271 @@ def test_a_rank_stages_about_its_share_of_what_others_hold_too() -> None:
             torch.zeros(8, 4), mesh, [Replicate(), Shard(0)], src_data_rank=None
         )
         assert share_bytes({"w": value, "more": [torch.zeros(4), 1]}, 4) == 64 / 2 + 16 / 4
+
+
+def saved(state_dict: dict[str, Any], **flags: bool) -> Target:
+    return stored(capture(state_dict, rank=0, world_size=1, **flags))
+
+
+def test_all_missing_keys_are_told_with_the_similar_ones() -> None:
+    checkpoint = saved({"model.layer.weight": torch.ones(2), "z": 1})
+    target = {"layer": {"weight": torch.zeros(2)}, "q": {"b": 1}, "z": 0}
+    with pytest.raises(
+        errors.MissingKeyError, match="Missing key in checkpoint state_dict"
+    ) as caught:
+        load(checkpoint, target)
+    message = str(caught.value)
+    for words in ("'layer.weight'", "'q.b'", "'model.layer.weight'", "strict=False"):
+        assert words in message
+    assert target["z"] == 0
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load(checkpoint, target)
+    targets = load(checkpoint, target, strict=False)
+    assert targets.missing == ("layer.weight", "q.b")
+    assert targets.unexpected == ("model.layer.weight",)
+    assert (targets.loaded, target["z"]) == (("z",), 1)
+
+
+def test_all_mismatches_of_shape_and_dtype_are_told_and_nothing_is_touched() -> None:
+    checkpoint = saved({
+        "shape": torch.ones(2, 3), "narrow": torch.ones(2), "int": torch.ones(2).long(),
+        "fine": torch.ones(2), "object": 5,
+    })  # fmt: skip
+    target = {
+        "shape": torch.zeros(3, 2), "narrow": torch.zeros(2).half(), "int": torch.zeros(2),
+        "fine": torch.zeros(2), "object": 0,
+    }  # fmt: skip
+    before = copy.deepcopy(target)
+    with pytest.raises(
+        errors.ShapeMismatchError, match=r"Size mismatch between saved.*3 value\(s\)"
+    ) as e:
+        load(checkpoint, target)
+    for words in ("(2, 3) and wanted as (3, 2)", "float32 and wanted as float16", "int64 and"):
+        assert words in str(e.value)
+    for key, value in before.items():
+        assert torch.equal(torch.as_tensor(target[key]), torch.as_tensor(value))
+
+
+def test_a_tensor_for_another_value_is_an_error_and_an_object_replaces_a_tensor() -> None:
+    with pytest.raises(errors.StateDictError, match=r"'step' \(int\)"):
+        load(saved({"step": torch.tensor(3)}), {"step": 0})
+    target = {"step": torch.tensor(0)}
+    load(saved({"step": 3}), target)
+    assert target == {"step": 3}
+
+
+def test_targets_that_cannot_be_written_are_refused() -> None:
+    checkpoint = saved({"w": torch.ones(2, 3), "t": 1})
+    with pytest.raises(errors.UnsupportedValueError, match="'w' is expanded"):
+        load(checkpoint, {"w": torch.zeros(3).expand(2, 3)})
+    with pytest.raises(errors.UnsupportedValueError, match="to_dense"):
+        load(checkpoint, {"w": torch.zeros(2, 3).to_sparse()})
+
+
+def test_meta_tensors_get_memory_and_are_replaced_where_they_sit() -> None:
+    meta = torch.device("meta")
+    inner = {
+        "w": torch.empty(2, 3, device=meta),
+        5: [torch.empty(3, device=meta, dtype=torch.half)],
+    }
+    target = {"a": inner, "empty": torch.empty(0, 2, device=meta)}
+    source = {"a": {"w": torch.ones(2, 3), 5: [torch.ones(3).half()]}, "empty": torch.empty(0, 2)}
+    load(saved(source), target)
+    assert target["a"] is inner
+    assert inner["w"].tolist() == [[1] * 3] * 2
+    assert inner[5][0].dtype == torch.half
+    assert inner[5][0].tolist() == [1, 1, 1]
+    assert target["empty"].device.type == "cpu"
+
+
+def test_a_meta_dtensor_becomes_a_dtensor_with_memory() -> None:
+    full = torch.arange(10.0).reshape(5, 2)
+    checkpoint = saved({"w": full})
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (4,))
+            real = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+            meta = DTensor.from_local(
+                torch.empty_like(real.to_local(), device="meta"), mesh, [Shard(0)],
+                run_check=False, shape=full.shape, stride=full.stride(),
+            )  # fmt: skip
+            target = {"w": meta}
+            load(checkpoint, target)
+            assert isinstance(target["w"], DTensor)
+            assert target["w"].shape == full.shape
+            assert target["w"].placements == (Shard(0),)
+            assert torch.equal(target["w"].to_local(), real.to_local())
+
+
+def test_several_local_shards_are_filled_each() -> None:
+    full = torch.arange(24.0).reshape(6, 4)
+    checkpoint = saved({"w": full})
+    for rank in range(2):
+        with as_rank(rank, 2):
+            locals_ = [torch.zeros(6, 1), torch.zeros(6, 1)]
+            wrapper = LocalShardsWrapper(locals_, [(0, 2 * rank), (0, 2 * rank + 1)])
+            mesh = init_device_mesh("cpu", (2,))
+            tensor = DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False,
+                                        shape=full.shape, stride=full.stride())  # fmt: skip
+            load(checkpoint, {"w": tensor})
+            assert torch.equal(torch.cat(locals_, 1), full[:, 2 * rank : 2 * rank + 2])
+
+
+class Marked(torch.Tensor):
+    """A subclass that pickles as itself."""
+
+
+def test_a_stored_tensor_subclass_is_copied_into_plain_and_sharded_targets() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    with torch.serialization.safe_globals([Marked]):
+        checkpoint = saved({"w": full.as_subclass(Marked)})
+        target = {"w": torch.zeros(4, 3, dtype=torch.float64)}
+        targets = load(checkpoint, target)
+        assert len(targets.wanted) == 0
+        assert torch.equal(target["w"], full.double())
+        marked = {"w": torch.zeros(4, 3).as_subclass(Marked)}
+        load(checkpoint, marked)
+        assert torch.equal(marked["w"].as_subclass(torch.Tensor), full)
+        with as_rank(1, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            part = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
+            load(checkpoint, {"w": part})
+            assert torch.equal(part.to_local(), full[2:])
+    with pytest.raises(errors.UnsafeCheckpointError, match="Marked"):
+        load(checkpoint, target)
+    load(checkpoint, target, weights_only=False)
+
+
+# Sinks fill many small rows at once
+
+SOURCE = memoryview(bytearray(range(200)))
+
+
+def test_what_reaches_out_of_the_source_or_the_row_is_left() -> None:
+    places = [(197, 4), (-1, 4), (0, 3), (0, 5), (1 << 62, 4), (-(1 << 62), 4)]
+    rows = [
+        torch.full((6,), 77, dtype=torch.uint8)[1:5] for _ in (*places, "freed", "short", "small")
+    ]
+    sink = TensorSink()
+    sink.add_direct(rows)
+    rows[-3].untyped_storage().resize_(0)
+    rows[-2].untyped_storage().resize_(4)
+    rows[-1].resize_(2)
+    starts, counts = zip(*places, *[(0, 4)] * 3, strict=True)
+    assert sink.put_many(range(9), SOURCE, starts, counts) == [*range(9)]
+    assert all(row.tolist() == [77] * 4 for row in rows[:-3])
+
+
+def test_an_item_that_is_no_tensor_of_its_chunk_is_damage() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    targets = plan_targets({"w": torch.zeros(4, 3)}, table_of(saved({"w": full})))
+    with pytest.raises(errors.DamagedCheckpointError, match=r"shape \(4, 3\)"):
+        targets.place_item(0, dump_object(full.T, fqn="w"))
+    with pytest.raises(errors.DamagedCheckpointError, match="shape"):
+        targets.place_item(0, dump_object(5, fqn="w"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_each_rank_of_a_target_with_more_rows_gets_the_stored_ones(rows: int) -> None:
+    full = torch.arange(2.0 * rows).reshape(rows, 2)
+    checkpoint = saved({"w": full})
+    for rank, low in enumerate((0, 3)):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            target = distribute_tensor(
+                torch.full((5, 2), -1.0), mesh, [Shard(0)], src_data_rank=None
+            )
+            load(checkpoint, {"w": target}, resize={"w": 0})
+            local, own = target.to_local(), full[low : low + 3]
+            assert torch.equal(local[: len(own)], own)
+            assert (local[len(own) :] == -1).all()
+
+
+TENSOR = torch.ones(2)
+
+leaves = st.sampled_from([TENSOR, torch.nn.Parameter(TENSOR), 1, "x", None, (1, TENSOR), b"b"])
+keys = st.sampled_from(["a", "b", 0, 1, "0"])
+nested = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=2).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=2).map(MappingProxyType),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=40)
+@given(state_dict=st.dictionaries(keys, nested, max_size=4), before_2_4=st.booleans())
+def test_names_paths_and_values_are_those_of_dcp(state_dict: dict, before_2_4: bool) -> None:
+    try:
+        _version._derived_version = "2_3" if before_2_4 else None
+        values, paths = flatten_state_dict(state_dict)
+    except ValueError:  # two values with one name
+        with pytest.raises(StateDictError, match="duplicated flatten key"):
+            flatten(state_dict, before_2_4=before_2_4)
+        return
+    finally:
+        _version._derived_version = None
+    flat = flatten(state_dict, before_2_4=before_2_4)
+    assert before_2_4 or all(flat.values[flat.names.index(name)] == {} for name in flat.empty)
+    flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
+    assert flat.names == list(values)
+    assert flat.paths == list(paths.values())
+    assert all(a is b for a, b in zip(flat.values, values.values(), strict=True))
+    for parent, key, value in zip(flat.parents, flat.keys, flat.values, strict=True):
+        assert parent[key] is value
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+SELF: dict[str, Any] = {"a": {}}
+SELF["a"]["b"] = SELF
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (
+            {"a": {"b": 1}, "a.b": 2, "c": {"d": 1}, "c.d": 3},
+            r"'a\.b', 'c\.d' would name two values",
+        ),
+        (SELF, "does it contain itself"),
+        ({"loop": LOOP}, "does it contain itself"),
+        ({"fine": 1, "\ud83d\ude00": TENSOR}, "half of a surrogate pair"),
+        ({"fine": 1, "a\ude00": TENSOR}, "half of a surrogate pair"),
+    ],
+)
+def test_names_that_no_checkpoint_can_hold_are_told_before_anything_is_saved(
+    state: dict, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StateDictError, match=told):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [({3: 1, "3": 2}, "flatten key: '3'"), ({"\ud83d": 1}, "half of a surrogate pair")],
+)
+def test_without_flattening_names_must_be_unique_texts_too(state, told, tmp_path: Path) -> None:
+    planner = ray_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with pytest.raises(StateDictError, match=told):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"x": ("a", -1)},
+        {"x": ("a", 1 << 21)},
+        {"x": (0,)},
+        {"x": ("a",), "y": ("a", "b")},
+        {"x": ("a", 0), "y": ("a", "b")},
+    ],
+)
+def test_paths_that_contradict_themselves_or_ask_for_the_impossible_are_refused(paths: Any) -> None:
+    with pytest.raises(DamagedCheckpointError, match="can't be a place"):
+        nested_by_path(dict.fromkeys(paths.values(), 1))

@@ -30,6 +30,7 @@ from ray_dcp.torch_adapter.objects import (
     load_problem,
     simple_digest,
 )
+from tests.support import hostile
 
 
 class Settings:
@@ -257,3 +258,21 @@ def test_simple_values_are_told_from_others() -> None:
     loop.append(loop)
     for other in (np.float32(1), collections.OrderedDict(), 1 << 5000, loop, [torch.ones(1)]):
         assert not is_simple(other)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [
+        (b"K\2\x85", b"K\1\x85", b"K\0"),
+        (b"K\1\x85", b"K\1\x85", b"K\1"),
+        (b"K\1K\2\x86",) * 2 + (b"K\0",),
+    ],
+    ids=["longer", "behind", "with a step"],
+)
+def test_a_tensor_that_reaches_beyond_its_storage_is_refused_and_not_filled_up(
+    size: bytes, stride: bytes, offset: bytes
+) -> None:
+    """Torch would lengthen the storage, with whatever lay in that memory."""
+    data = hostile.on_storage(hostile.view(size, stride, offset))
+    with pytest.raises(DamagedCheckpointError, match="outside its storage"):
+        load_object(data, fqn="a")

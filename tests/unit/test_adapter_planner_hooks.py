@@ -31,7 +31,7 @@ from ray_dcp.torch_adapter import planner_hooks
 from ray_dcp.torch_adapter.foreign import foreign_save
 from tests.support.own_planners import OwnLookup
 from tests.support.threads import run_as_ranks
-from tests.unit.adapter_ranks import group, run
+from tests.unit.adapter_support import group, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -174,29 +174,6 @@ class Shards(dcp.DefaultSavePlanner):
         return self.state_dict["s"]
 
 
-def test_several_shards_of_a_tensor_on_one_rank_are_saved():
-    class Both(Shards):
-        def create_local_plan(self) -> dcp.SavePlan:
-            plans = [Shards.create_local_plan(self), dcp.DefaultSavePlanner.create_local_plan(self)]
-            self.rank = 1
-            plans.append(Shards.create_local_plan(self))
-            items = [item for plan in plans for item in plan.items]
-            return dcp.SavePlan([i for i in items if i.type is not WriteItemType.TENSOR])
-
-    found = save_alone(Both(0, 2), {"s": torch.ones(2, 3), "n": 1})
-    assert found["s"].tolist() == [[1.0] * 3] * 4
-
-
-@pytest.mark.parametrize("given", [{"step": 5}, {}, {"scalar": torch.tensor(2.0)}])
-def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path):
-    class Own(dcp.DefaultSavePlanner):
-        def lookup_object(self, index: Any) -> Any:
-            return super().lookup_object(index)
-
-    ray_dcp.save(dict(given), checkpoint_id=tmp_path / "c", planner=Own(), no_dist=True)
-    assert ray_dcp.read_state_dict(tmp_path / "c") == given
-
-
 def test_hooks_run_in_every_save(tmp_path):
     wanted = ["a"]
 
@@ -285,11 +262,6 @@ class JsonSave(dcp.DefaultSavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return io.BytesIO(json.dumps(object).encode())
         return object
-
-
-def test_bytes_that_a_safe_load_refuses_are_a_warning_or_an_error():
-    with pytest.raises(errors.UnsupportedValueError, match="'o'"):
-        save_alone(JsonSave(), {"o": 3}, objects="refuse")
 
 
 @pytest.mark.filterwarnings("ignore:.*storage_meta")
@@ -448,16 +420,6 @@ def test_a_load_planner_loads_what_it_makes_stock_dcp_load(
     if world_size == 2:
         assert by_us[1]["lr"] == (0.0 if planner_class is LoadGlobal else by_stock["lr"])
         assert torch.equal(by_us[1]["w"], by_stock["w"])
-
-
-def test_the_planner_that_makes_the_state_dict_from_metadata_works(checkpoint):
-    made: dict[str, Any] = {}
-    with pytest.warns(FutureWarning):
-        ray_dcp.load_state_dict(
-            made, dcp.FileSystemReader(checkpoint), no_dist=True,
-            planner=_EmptyStateDictLoadPlanner(),
-        )  # fmt: skip
-    assert flat(made) == flat(state(3.0))
 
 
 @pytest.mark.parametrize("writer", [dcp, ray_dcp], ids=["stock", "ours"])
@@ -680,6 +642,10 @@ def test_a_checkpoint_with_a_chunk_lost_is_not_loaded_in_part(checkpoint):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(errors.CoverageError, match="lacks parts of 'w'"):
         load(checkpoint, zeros(), LoadBytes())
+    target = zeros()
+    with pytest.raises(errors.CoverageError, match=r"'w' \(48 bytes\); nothing was changed"):
+        ray_dcp.load(target, checkpoint_id=checkpoint, no_dist=True)
+    assert not target["t"].any()
 
 
 class JsonLoad(dcp.DefaultLoadPlanner):
@@ -688,6 +654,8 @@ class JsonLoad(dcp.DefaultLoadPlanner):
 
 
 def test_bytes_of_a_planners_own_format_need_the_users_trust(tmp_path):
+    with pytest.raises(errors.UnsupportedValueError, match="'o'"):
+        save_alone(JsonSave(), {"o": 3}, objects="refuse")
     with pytest.warns(UserWarning, match="a safe load will refuse it: .*'o'"):
         save(tmp_path, [JsonSave()], [{"o": [1, 2]}])
     target = {"o": 0}

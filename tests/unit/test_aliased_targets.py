@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import example, given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -22,7 +19,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import LoadOptions, errors
-from ray_dcp.torch_adapter.sink import TensorSink, rows_that_share
 from tests.support.own_planners import OwnLoad
 from tests.unit.adapter_support import as_rank, load_on_ranks, save_on_ranks
 
@@ -88,24 +84,6 @@ def test_no_older_step_is_taken_for_it(tmp_path: Any) -> None:
         ray_dcp.load_newest({"a": one, "b": one}, tmp_path, no_dist=True)
 
 
-def test_tied_weights_of_modules_are_compared(tmp_path: Any) -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self, *, is_tied: bool) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(64, 8)
-            self.head = torch.nn.Linear(8, 64, bias=False)
-            if is_tied:
-                self.head.weight = self.embed.weight
-
-    saved(tmp_path / "loose", {"model": Tied(is_tied=False)})
-    saved(tmp_path / "tied", {"model": Tied(is_tied=True)})
-    model = Tied(is_tied=True)
-    with pytest.raises(errors.StateDictError, match=r"model\.embed\.weight' and 'model\.head"):
-        load({"model": model}, tmp_path / "loose")
-    load({"model": model}, tmp_path / "tied")
-    assert model.head.weight is model.embed.weight
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [5, 1 << 20])
 def test_equal_values_for_one_memory_are_loaded(size: int, way: str, tmp_path: Any) -> None:
@@ -116,26 +94,6 @@ def test_equal_values_for_one_memory_are_loaded(size: int, way: str, tmp_path: A
         one.zero_()
         load(state, tmp_path / "c", **WAYS[way]())
         assert torch.equal(one, value)
-
-
-def test_nothing_is_read_twice_to_find_that_checksums_agree(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ray_dcp.runtime import rank_load
-
-    value = torch.randn(1 << 18)
-    saved(tmp_path / "c", {"a": value, "b": value, "other": value + 1})
-    prepared = []
-    real = rank_load.prepare_reads
-    monkeypatch.setattr(
-        rank_load, "prepare_reads", lambda *a, **k: prepared.append(1) or real(*a, **k)
-    )
-    one = torch.zeros(1 << 18)
-    load({"a": one, "b": one}, tmp_path / "c")
-    assert len(prepared) == 1
-    with pytest.raises(errors.StateDictError, match="'a' and 'other'"):
-        load({"a": one, "other": one}, tmp_path / "c")
-    assert len(prepared) == 2
 
 
 def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -284,17 +242,6 @@ def test_parts_of_subclasses_that_share_memory_are_compared(
             assert torch.equal(found, value)
 
 
-def test_subclasses_that_share_a_part_of_them_are_no_one_object(tmp_path: Any) -> None:
-    first, second, third = (torch.full((4,), float(number)) for number in range(1, 4))
-    with torch.serialization.safe_globals([TwoTensor]):
-        saved(tmp_path / "c", {"a": TwoTensor(first, second), "b": TwoTensor(second, third)})
-    memory = [torch.zeros(4) for _ in range(3)]
-    target = {"a": TwoTensor(*memory[:2]), "b": TwoTensor(*memory[1:])}
-    with torch.serialization.safe_globals([TwoTensor]):
-        load(target, tmp_path / "c")
-    assert [one.tolist() for one in memory] == [first.tolist(), second.tolist(), third.tolist()]
-
-
 def test_sharded_and_plain_names_of_one_memory_are_compared(tmp_path: Any) -> None:
     with as_rank(0, 1):
         mesh = init_device_mesh("cpu", (1,))
@@ -404,32 +351,3 @@ def test_a_planner_may_resolve_all_to_the_same_memory(tmp_path: Any) -> None:
 
 
 # Which targets share memory
-
-SLICES = st.tuples(
-    st.integers(0, 5), st.integers(1, 6), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6),
-    st.integers(1, 3), st.booleans(),
-)  # fmt: skip
-
-
-# Two that lie between each other, and a third that has elements of both.
-@example([(0, 6, 1, 0, 6, 2, False), (0, 6, 1, 1, 6, 2, False), (0, 1, 1, 2, 4, 1, False)])
-@given(st.lists(SLICES, min_size=2, max_size=6))
-def test_groups_are_those_with_a_common_element(cuts: list[Any]) -> None:
-    base = torch.arange(36).reshape(6, 6)
-    tensors = []
-    for low, stop, step, left, right, across, is_turned in cuts:
-        view = base[low:stop:step, left:right:across]
-        tensors.append(view.T if is_turned else view)
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    sink = TensorSink()
-    for tensor in tensors:
-        sink.add(tensor, torch.int64)
-    num_bytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-    found = rows_that_share([sink], num_bytes)
-    places = [set(tensor.flatten().tolist()) for tensor in tensors]
-    expected: list[set[int]] = []
-    for row, own in enumerate(places):
-        touched = [group for group in expected if any(places[other] & own for other in group)]
-        expected = [group for group in expected if group not in touched]
-        expected.append({row}.union(*touched))
-    assert sorted(found) == sorted(sorted(g) for g in expected if len(g) > 1)

@@ -24,10 +24,9 @@ from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import (
     DeviceFiller,
     Moment,
-    device_bytes,
     device_part,
 )
-from ray_dcp.torch_adapter.tensors import host_bytes
+from ray_dcp.torch_adapter.tensors import device_bytes, host_bytes
 from tests.gpu.played import Played, tensors_of
 
 KIB = 1 << 10
@@ -99,21 +98,6 @@ def test_what_is_here_and_what_is_there_comes_together(on_device):
     assert filled(tensors, Played(*own)).tobytes() == expected(tensors)
 
 
-def test_all_is_waited_for_once_and_the_caller_s_stream_comes_first():
-    tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(9)]
-    driver = Played(*tensors)
-    filled(tensors, driver)
-    told = ["now", "behind the caller's stream", "copy 120000", "copy 64", "wait"]
-    assert driver.told == told
-
-
-def test_what_is_in_host_memory_does_not_go_by_the_device():
-    tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(200, 300), torch.randn(9)]
-    driver = Played(tensors[0], tensors[3])
-    filled(tensors, driver)
-    assert [one for one in driver.told if "copy" in one] == ["copy 120000", "copy 36"]
-
-
 def test_parts_of_a_large_one_are_taken_where_they_are():
     tensor = torch.arange(60_000, dtype=torch.int32).reshape(200, 300).T
     filler = filler_of([tensor], Played(tensor))
@@ -150,14 +134,6 @@ def test_bytes_on_a_device_are_those_on_the_host(dtype):
     tensor = torch.arange(24).reshape(4, 6).to(dtype)
     for one in (tensor, tensor.T, tensor[1:3], tensor[0, 0], tensor[:0]):
         assert bytes(device_bytes(one).numpy()) == bytes(host_bytes(one))
-
-
-def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
-    monkeypatch.setattr(devices, "_JOINED_BYTES", 1000)
-    tensors = [torch.randn(60) for _ in range(20)]
-    driver = Played(*tensors)
-    assert filled(tensors, driver).tobytes() == expected(tensors)
-    assert [one for one in driver.told if "copy" in one] == ["copy 960"] * 5
 
 
 def test_the_device_s_memory_is_taken_a_little_at_a_time(monkeypatch):
@@ -231,15 +207,6 @@ def test_the_copies_go_by_the_moment_of_the_capture_and_not_by_later_work():
     (stream,) = driver.lines.values()
     stream.run(1)  # the copy's turn comes; what it has to wait for is done
     assert not later
-
-
-def test_a_played_driver_finds_memory_that_is_used_again_early():
-    tensor = torch.ones(100_000)
-    driver = Played(tensor)
-    stream = driver.stream(tensor.device, driver.now(tensor.device))
-    driver.copy(stream, np.zeros(4, np.uint8), lambda: torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(AssertionError, match="used again before"):
-        driver.drain(tensor.device, stream)
 
 
 def test_nothing_is_under_way_any_more_when_a_copy_has_failed():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.format.step_metrics import RecordedMetric, latest_values, recorded_in
+from ray_dcp.format.step_info import RecordedMetric, latest_values, recorded_in
 from ray_dcp.io.records import Announced, announced
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.store.local import LocalStorage
@@ -183,14 +183,6 @@ def test_steps_wait_for_a_metric_that_comes_later(tmp_path: Path):
         manager.join()
         assert manager.all_steps() == [2, 6, 7]
         assert manager.best_step() == 2
-
-
-def test_a_metric_that_does_not_come_later_is_still_asked_for(tmp_path: Path):
-    with (
-        manager_of(tmp_path / "run", retention=BestN(1, "acc")) as manager,
-        pytest.raises(InvalidRequestError, match="'acc', which is missing"),
-    ):
-        manager.save(1, state(1))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -9,12 +9,11 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
-from ray_dcp.errors import DeadlineError, InternalError, LimitError, StorageError
+from ray_dcp.errors import DeadlineError, LimitError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private, ray_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.ray_session import RayHeartbeatSender
@@ -36,7 +35,9 @@ class Incarnations:
 
     def __init__(self):
         self.life, self.frozen, self.killed, self.pulses = 0, set(), [], None
+        self.plan = ""
         self.beats, self.answers, self.num_lost = [], {}, 0
+        self.answered_s = []
         self.beat = SimpleNamespace(remote=self._sent)
 
     def _sent(self, beat):
@@ -45,9 +46,12 @@ class Incarnations:
         return Sent(-1 if is_lost else self.life, beat)
 
     def get(self, sent):
+        self.answered_s.append(time.monotonic())
         return HeartbeatAck("id", sent.life, "pid 1", **self.answers)
 
-    def recall(self, _):
+    def recall(self, name):
+        if name.startswith("staged:"):
+            return self.plan if name.endswith(":4:s") else ""
         return "" if self.pulses is None else str(next(self.pulses))
 
     def wait(self, refs, *, num_returns, timeout):
@@ -90,7 +94,7 @@ def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordin
         coordinator.frozen.add(life)
         progress = RankProgress()
         sender.add(progress, TIMEOUT_S)
-        assert eventually(lambda: sender.failure(False, True) is not None, 20)
+        assert eventually(lambda: sender.failure(False, True) is not None)
         assert type(sender.failure(False, True)) is DeadlineError
         # Another call of the user finds it still there, as Ray takes its time to end it.
         sender.remove(progress)
@@ -101,16 +105,25 @@ def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordin
         assert coordinator.killed == [*range(life + 1)]
 
 
-def test_one_that_answers_is_not_found_frozen(coordinator, sender, progress):
-    assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
-    assert coordinator.killed == []
+def test_only_a_staged_save_whose_plan_is_kept_waits_for_the_next_incarnation(coordinator, sender):
+    coordinator.frozen.add(0)
+    coordinator.plan = "a plan"
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.killed == [0], 20)
+    assert eventually(lambda: sender.failure(False, True) is not None, 20)
+    assert sender.failure(False, True, OpKey("s", 4)) is None
+    assert type(sender.failure(False, True, OpKey("s", 5))) is DeadlineError
+    coordinator.plan = ""
+    assert type(sender.failure(False, True, OpKey("s", 4))) is DeadlineError
+    sender.remove(progress)
 
 
 def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(coordinator, sender):
     coordinator.num_lost = 1
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: coordinator.beats, 20)
+    assert eventually(lambda: coordinator.beats)
     progress.enter(WRITE)  # which is told at once
     assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
     sender.remove(progress)
@@ -121,7 +134,7 @@ def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinato
     coordinator.pulses = count()  # it goes on to write that it lives
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: sender.failure(False, True) is not None, 20)
+    assert eventually(lambda: sender.failure(False, True) is not None)
     sender.remove(progress)
     error = sender.failure(False, True)
     assert type(error) is DeadlineError
@@ -134,7 +147,7 @@ def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator, sende
     coordinator.pulses = iter(lambda: 7, None)
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: coordinator.killed == [0], 20)
+    assert eventually(lambda: coordinator.killed == [0])
     sender.remove(progress)
 
 
@@ -143,7 +156,7 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sen
     left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(sender.leave, left, 60.0)
-        assert eventually(lambda: len(coordinator.beats) > 1, 30)
+        assert eventually(lambda: len(coordinator.beats) > 1)
         assert not said.done()
         coordinator.answers = {}
         said.result(60)
@@ -158,7 +171,7 @@ def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch, sen
     sender.leave(Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True), 20.0)
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: coordinator.beats and not coordinator.beats[-1].left, 20)
+    assert eventually(lambda: coordinator.beats and not coordinator.beats[-1].left)
     sender.remove(progress)
 
 
@@ -173,7 +186,7 @@ def test_a_call_that_got_no_thread_is_forgotten(coordinator, monkeypatch, sender
             sender.add(RankProgress(), TIMEOUT_S)
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: coordinator.beats, 20)
+    assert eventually(lambda: coordinator.beats)
     assert len(coordinator.beats[-1].doings) == 1
     sender.remove(progress)
 
@@ -182,13 +195,11 @@ def test_the_time_in_the_queue_is_counted_from_answer_to_answer(coordinator, sen
     progress, key = RankProgress(), OpKey("s", 4)
     progress.begin(key)
     sender.add(progress, TIMEOUT_S)
-    started_s = time.monotonic()
-    assert eventually(lambda: time.monotonic() > started_s + 4 * TIMEOUT_S, 20)
-    num_beats, began_s = len(coordinator.beats), time.monotonic()
-    assert num_beats > 1
+    assert eventually(lambda: len(coordinator.answered_s) > 2)
+    last_s = coordinator.answered_s[-1]
     coordinator.answers = {"queued": (4,)}
-    assert eventually(lambda: sender.queued_s(key) > 0, 20)
-    assert sender.queued_s(key) < time.monotonic() - began_s + 2 * TIMEOUT_S
+    assert eventually(lambda: sender.queued_s(key) > 0)
+    assert sender.queued_s(key) <= time.monotonic() - last_s
     assert sender.queued_s(OpKey("s", 5)) == 0
     sender.remove(progress)
 
@@ -197,25 +208,12 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     progress, key = RankProgress(), OpKey("s", 4)
     progress.begin(key)
     sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: coordinator.beats, 20)
+    assert eventually(lambda: coordinator.beats)
     assert coordinator.beats[-1].awaits == ()  # it has not joined yet
     full = StorageError("full")
     progress.enter(WRITE)
-    assert eventually(lambda: coordinator.beats[-1].awaits == (key,), 20)
+    assert eventually(lambda: coordinator.beats[-1].awaits == (key,))
     coordinator.answers = {"failed": {key: Refused(full)}}
-    assert eventually(lambda: progress.stop.asked, 20)
+    assert eventually(lambda: progress.stop.asked)
     assert progress.stop.error is full
-    sender.remove(progress)
-
-
-def test_a_coordinator_that_fails_at_a_heartbeat_is_in_the_log(
-    coordinator, monkeypatch, caplog, sender
-):
-    def fail(_):
-        raise RayTaskError("beat", "no traceback", InternalError("Please report this"))
-
-    monkeypatch.setattr(ray_calls, "get", fail)
-    progress = RankProgress()
-    sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: "Please report this" in caplog.text, 20)
     sender.remove(progress)

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
 from ray_dcp.errors import StateDictError
-from tests.support.own_planners import OwnLookup, OwnSave
 
 Wrap = Any
 
@@ -47,6 +46,15 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 def sharded(model: nn.Module) -> nn.Module:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=half)
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    ray_dcp.save(state, checkpoint_id=path / "c", no_dist=True)
+
+
+def load(state: dict[str, Any], path: Path, **options: Any) -> ray_dcp.LoadReport:
+    how = ray_dcp.LoadOptions(**options)
+    return ray_dcp.load(state, checkpoint_id=path / "c", no_dist=True, options=how)
 
 
 WRAPS: dict[str, Wrap] = {
@@ -113,9 +121,9 @@ def flat(value: Any, name: str) -> dict[str, Any]:
 def test_what_one_wrapper_saved_any_other_restores(saved_as: str, loaded_as: str, tmp_path: Path):
     state = made(saved_as, seed=1)
     train(state, 3)
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    save(state, tmp_path)
     other = made(loaded_as, seed=2)
-    ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True)
+    load(other, tmp_path)
     assert values(other) == values(state)
     assert other["tokens"] == 4
     if loaded_as not in ("FSDP2, mixed", "TP"):
@@ -124,21 +132,11 @@ def test_what_one_wrapper_saved_any_other_restores(saved_as: str, loaded_as: str
         assert values(other) == values(state)
 
 
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
-    "Adam, amsgrad": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True, weight_decay=0.1),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "one frozen": lambda m: torch.optim.AdamW(
-        [p.requires_grad_(p.dim() > 1) for p in m.parameters()]
-    ),
-}
-
-
-def plain(optimizer: str, seed: int) -> dict[str, Any]:
+def plain(seed: int, cls: Any = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
     """Returns a model and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    return {"model": model, "optimizer": OPTIMIZERS[optimizer](model)}
+    return {"model": model, "optimizer": cls(model.parameters(), **options)}
 
 
 def step(state: dict[str, Any], num_steps: int = 1) -> None:
@@ -152,66 +150,18 @@ def of_all(state: dict[str, Any]) -> dict[str, Any]:
     return flat({key: value.state_dict() for key, value in state.items()}, "")
 
 
-def saved(state: dict[str, Any], path: Path, how: str) -> None:
-    if how == "async":
-        ray_dcp.async_save(state, checkpoint_id=path, no_dist=True).result()
-    elif how == "planner":
-        ray_dcp.save(state, checkpoint_id=path, no_dist=True, planner=OwnSave())
-    else:
-        ray_dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-def loaded(state: dict[str, Any], path: Path, how: str) -> None:
-    if how == "async":
-        ray_dcp.load_newest(state, path.parent, no_dist=True)
-    elif how == "planner":
-        ray_dcp.load(state, checkpoint_id=path, no_dist=True, planner=OwnLookup())
-    else:
-        ray_dcp.load(state, checkpoint_id=path, no_dist=True)
-
-
-@pytest.mark.parametrize(("name", "how"), [("one frozen", "async"), ("one frozen", "planner")])
-def test_a_new_process_goes_on_as_the_old_one_would(name: str, how: str, tmp_path: Path):
-    state, other = plain(name, 1), plain(name, 2)
-    step(state, 3)
-    saved(state, tmp_path / "step-3", how)
-    loaded(other, tmp_path / "step-3", how)
-    assert of_all(other) == of_all(state)
-    for each in (state, other):
-        step(each, 2)
-    assert of_all(other) == of_all(state)
-
-
-def test_a_save_does_not_move_parameters_whose_optimizer_has_no_learning_rate(tmp_path: Path):
-    class Walks(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        def step(self, closure: Any = None) -> None:
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        parameter.add_(1.0)
-                        self.state[parameter]["seen"] = torch.ones(())
-
-    model = nn.Linear(3, 2)
-    before = flat(model.state_dict(), "")
-    saved({"model": model, "optimizer": Walks(model.parameters())}, tmp_path / "c", "plain")
-    assert flat(model.state_dict(), "") == before
-
-
 def test_a_scheduler_that_is_made_later_begins_where_the_saved_one_did(tmp_path: Path):
-    state, other = plain("SGD", 1), plain("SGD", 2)
+    state, other = (plain(seed, torch.optim.SGD, lr=0.1) for seed in (1, 2))
     torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], 0.5)
-    saved(state, tmp_path / "c", "plain")
-    loaded(other, tmp_path / "c", "plain")
+    save(state, tmp_path)
+    load(other, tmp_path)
     assert [group["initial_lr"] for group in other["optimizer"].param_groups] == [0.1]
 
 
 def flat_one(seed: int, use_orig_params: bool) -> dict[str, Any]:
     """Returns a model of FSDP1, and its optimizer."""
     model = FullyShardedDataParallel(
-        plain("AdamW", seed)["model"],
+        plain(seed)["model"],
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
@@ -223,11 +173,11 @@ def flat_one(seed: int, use_orig_params: bool) -> dict[str, Any]:
 def test_a_save_takes_no_step_with_flat_parameters(use_orig_params: bool, tmp_path: Path):
     state, stepped = flat_one(1, use_orig_params), flat_one(2, use_orig_params)
     loss = state["model"](torch.ones(2, 4)).sum()
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    save(state, tmp_path)
     loss.backward()
     assert not any(".state." in name for name in ray_dcp.open(tmp_path / "c"))
     step(stepped)
-    ray_dcp.load(stepped, checkpoint_id=tmp_path / "c", no_dist=True)
+    load(stepped, tmp_path)
     assert not stepped["optimizer"].state
 
 
@@ -241,8 +191,8 @@ def test_what_the_helper_for_flat_parameters_casts_is_reported(
 
     state, other = (flat_one(seed, use_orig_params) for seed in (1, 2))
     step(state)
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True).cast == ()
+    save(state, tmp_path)
+    assert load(other, tmp_path).cast == ()
     assert moments(other) == moments(state)
     for value in state["optimizer"].state.values():
         value["exp_avg"] = value["exp_avg"].bfloat16()
@@ -254,19 +204,18 @@ def test_what_the_helper_for_flat_parameters_casts_is_reported(
 
 
 def test_state_that_nobody_takes_is_an_error_unless_strict_is_false(tmp_path: Path):
-    state = plain("Adam, amsgrad", 1)
+    state = plain(1)
     step(state)
-    saved(state, tmp_path / "c", "plain")
+    save(state, tmp_path)
     smaller = {"model": nn.Sequential(nn.Linear(4, 6))}
     with pytest.raises(StateDictError, match=r"'model\.2\.weight'"):
-        loaded(smaller, tmp_path / "c", "plain")
-    options = ray_dcp.LoadOptions(strict=False)
-    report = ray_dcp.load(smaller, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+        load(smaller, tmp_path)
+    report = load(smaller, tmp_path, strict=False)
     assert "model.2.weight" in report.unexpected
     assert torch.equal(smaller["model"][0].weight, state["model"][0].weight)
     # What no module or optimizer is asked for is reported, as ever.
-    only: dict[str, Any] = {"model": plain("SGD", 3)["model"]}
-    report = ray_dcp.load(only, checkpoint_id=tmp_path / "c", no_dist=True)
+    only: dict[str, Any] = {"model": plain(3)["model"]}
+    report = load(only, tmp_path)
     assert any(name.startswith("optimizer.state.") for name in report.unexpected)
 
 
@@ -281,8 +230,8 @@ def test_what_a_stateful_of_the_users_own_has_beside_its_state_is_its_own(tmp_pa
             self.loaded = state_dict["n"]
 
     state = {"c": Counter()}
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    report = ray_dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    save(state, tmp_path)
+    report = load(state, tmp_path)
     assert state["c"].loaded == 1
     assert not report.cast
 
@@ -308,9 +257,9 @@ def test_a_state_dict_of_the_users_own_keeps_its_names(tmp_path: Path):
 
     state = {"model": nn.Sequential(Quantised(2, 1)), "other": Renaming()}
     state["other"].value = 5
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    save(state, tmp_path)
     into = {"model": nn.Sequential(Quantised(2, 1)), "other": Renaming()}
-    ray_dcp.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
+    load(into, tmp_path)
     assert torch.equal(into["model"][0].weight, state["model"][0].weight)
     assert into["model"][0].absmax.tolist() == [1.0]
     assert into["other"].value == 5
@@ -325,7 +274,7 @@ def test_an_optimizer_of_other_parameters_keeps_its_numbers(tmp_path: Path):
     for group in state["optimizer"].param_groups:
         group["params"][0].sum().backward()
     state["optimizer"].step()
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    save(state, tmp_path)
     assert "optimizer.state.0.exp_avg" in ray_dcp.open(tmp_path / "c")
-    loaded(other, tmp_path / "c", "plain")
+    load(other, tmp_path)
     assert of_all(other) == of_all(state)

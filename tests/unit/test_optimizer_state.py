@@ -189,25 +189,30 @@ def test_a_group_that_was_added_is_rolled_back_to_and_asked_for(tmp_path: Path):
     assert held(state)[0]["2.weight"] == expected[0]["2.weight"]
 
 
-def test_parameters_of_one_group_that_were_saved_with_different_options_are_refused(
-    tmp_path: Path,
+def of_class(cls: Any) -> Make:
+    return lambda model: cls(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("of", "steps", "saved", "to", "into", "told"),
+    [
+        (grouped(2, 2), 1, "mo", grouped(3, 1), "mo", "in 2 groups with other options"),
+        (grouped(1, 3), 1, "o", grouped(3, 1), "o", "as many parameters in the same order"),
+        (adamw, 1, "mo", adamw, "o", None),
+        (adamw, 0, "mo", adamw, "o", None),
+        (of_class(torch.optim.Adam), 1, "mo", of_class(torch.optim.SGD), "mo", None),
+        (of_class(torch.optim.Adam), 1, "mo", of_class(torch.optim.Adamax), "mo", None),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    of: Make, steps: int, saved: str, to: Make, into: str, told: str | None, tmp_path: Path
 ):
-    state, other = made(grouped(2, 2)), made(grouped(3, 1), 2)
-    step(state)
-    save(state, tmp_path / "c")
+    state, other = made(of), made(to, 2)
+    step(state, steps)
+    save({key: state[key] for key in saved}, tmp_path / "c")
     before = held(other)
-    with pytest.raises(StateDictError, match="in 2 groups with other options"):
-        load(other, tmp_path / "c")
-    assert held(other) == before
-
-
-def test_numbers_of_parameters_need_groups_of_the_same_sizes(tmp_path: Path):
-    state, other = made(grouped(1, 3)), made(grouped(3, 1), 2)
-    step(state)
-    ray_dcp.save({"o": state["o"]}, checkpoint_id=tmp_path / "c", no_dist=True)
-    before = held(other)
-    with pytest.raises(StateDictError, match="as many parameters in the same order"):
-        load({"o": other["o"]}, tmp_path / "c")
+    with pytest.raises((MissingKeyError, StateDictError), match=told):
+        load({key: other[key] for key in into}, tmp_path / "c")
     assert held(other) == before
 
 
@@ -224,32 +229,6 @@ def test_numbers_are_not_taken_for_names_of_parameters_in_a_list(tmp_path: Path)
     load({"m": other, "o": others}, tmp_path / "c", prefixes=["o"])
     for one, two in zip(model, other, strict=True):
         assert shown(others.state[two]) == shown(optimizer.state[one])
-
-
-def test_names_of_parameters_need_their_module(tmp_path: Path):
-    state, other = made(adamw), made(adamw, 2)
-    step(state)
-    save(state, tmp_path / "c")
-    save(made(adamw), tmp_path / "fresh")
-    before = held(other)
-    for name in ("c", "fresh"):
-        with pytest.raises(StateDictError):
-            load({"o": other["o"]}, tmp_path / name)
-        assert held(other) == before
-
-
-def test_an_optimizer_of_another_class_is_refused(tmp_path: Path):
-    state = made(lambda model: torch.optim.Adam(model.parameters()))
-    step(state)
-    save(state, tmp_path / "c")
-    for make in (torch.optim.SGD, torch.optim.Adamax):
-        for steps in (0, 1):
-            other = made(lambda model, make=make: make(model.parameters()), 2)
-            step(other, steps)
-            before = held(other)
-            with pytest.raises((MissingKeyError, StateDictError)):
-                load(other, tmp_path / "c")
-            assert held(other) == before
 
 
 # Dtypes and kinds of values
@@ -275,18 +254,6 @@ class Keeps(torch.optim.Optimizer):
 def late(p: torch.Tensor, n: int) -> dict[Any, Any]:
     """Keeps a second value from the second step on."""
     return {"first": p.clone(), **({"late": p + 1} if n > 1 else {})}
-
-
-def test_state_that_is_no_mapping_comes_back(tmp_path: Path):
-    class Bare(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter] = parameter.detach().double() + 1  # type: ignore[assignment]
-
-    state, other = (made(lambda model: Bare(model.parameters()), seed) for seed in (1, 2))
-    step(state)
-    check_both(state, other, tmp_path / "c")
 
 
 def test_a_rollback_takes_what_came_in_a_later_step(tmp_path: Path):
@@ -361,27 +328,6 @@ def test_options_that_groups_share_come_back_on_their_device():
 
 
 # What belongs to no parameter
-
-
-def test_state_under_a_key_that_is_no_parameter_comes_back(tmp_path: Path):
-    class Counts(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            whole = self.state.setdefault("global", {"seen": torch.zeros((), dtype=torch.int64)})
-            whole["seen"] += 1
-            self.state["0.weight"] = float(whole["seen"])
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return Counts(model.parameters())
-
-    state, other = made(make), made(make, 2)
-    step(state, 3)
-    check_both(state, other, tmp_path / "c")
-    assert "o.other_state.global.seen" in ray_dcp.open(tmp_path / "c")
-    save({"o": state["o"]}, tmp_path / "numbers")
-    expected = held(state)
-    load({"o": other["o"]}, tmp_path / "numbers")
-    assert held(other)[0]["global"] == expected[0]["global"]
 
 
 def test_state_of_a_tensor_that_is_in_no_group_is_refused_by_name(tmp_path: Path):
@@ -504,20 +450,6 @@ def test_only_what_the_prefixes_name_changes(tmp_path: Path):
     assert held(other)[0]["0.weight"] == held(state)[0]["0.weight"]
     assert held(other)[0]["2.weight"] == before[0]["2.weight"]
     assert held(other)[1] == before[1]
-
-
-def test_a_prefix_may_name_one_value_of_the_state_of_a_parameter(tmp_path: Path):
-    state, other = made(adamw), made(adamw, 2)
-    step(state)
-    step(other, 2)
-    save(state, tmp_path / "c")
-    before = held(other)
-    load(other, tmp_path / "c", prefixes=["o.state.0.weight.exp_avg"])
-    found, saved = held(other), held(state)[0]["0.weight"]
-    assert found[0].pop("0.weight") == {
-        **before[0].pop("0.weight"), "exp_avg": saved["exp_avg"]
-    }  # fmt: skip
-    assert found == before
 
 
 # Stages of a pipeline

@@ -1,63 +1,18 @@
 """Regular layouts: the rows of a few ranks tell those of all, and nobody is believed unseen."""
 
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
 
 import ray_dcp
 from ray_dcp.commit_protocol import planning
-from ray_dcp.commit_protocol.commands import Planned, RowsMissing
 from ray_dcp.commit_protocol.messages import SendItems, Target
-from ray_dcp.core.columns import ColumnsBuilder
-from ray_dcp.planning.fingerprint import fingerprint, probes
+from ray_dcp.planning.fingerprint import probes
 from ray_dcp.runtime import rank_save
-from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
-from tests.property.test_stages import NAMED, Stage, Tensor, held, task_of
 from tests.support.arrays import ArrayCapture, same_state
 from tests.support.world import Warm, committed, load_state
-
-
-def slabs(world_size, *tensors):
-    """What ranks hold of tensors that are cut along a line: (shape, dimension that is cut)."""
-    mesh = [Tensor(f"t{n}", shape, [dim]) for n, (shape, dim) in enumerate(tensors)]
-    return held([Stage(range(world_size), (world_size,), mesh)])
-
-
-def test_an_uneven_last_rank_follows_too():
-    columns = slabs(6, ((16, 3), 0))
-    assert [own.size[0, 0] for own in columns] == [3, 3, 3, 3, 3, 1]
-    assert isinstance(perform(task_of(columns, {0, 1, 2, 3})), Planned)
-
-
-@pytest.mark.parametrize("change", ["dtype", "shape", "offset", "name", "more"])
-def test_who_holds_something_else_is_asked(change):
-    columns = slabs(12, ((24, 3), 0), ((24,), 0))
-    builder = ColumnsBuilder()
-    shape = (24, 3) if change != "shape" else (24, 4)
-    builder.tensor(
-        "u" if change == "name" else "t0", "float64" if change == "dtype" else "float32", shape,
-        offset=(13 if change == "offset" else 14, 0), size=(2, shape[1]),
-    )  # fmt: skip
-    builder.tensor("t1", "float32", (24,), offset=(14,), size=(2,))
-    if change == "more":
-        builder.object("mine")
-    columns[7] = builder.build()
-    assert perform(task_of(columns, set(probes(12)))) == RowsMissing((7,))
-
-
-def test_a_mesh_that_is_none_asks_all_others():
-    dice = np.random.default_rng(3)
-    cuts = [0, *sorted(dice.choice(np.arange(1, 200), 11, replace=False).tolist()), 200]
-    columns = []
-    for low, high in pairwise(cuts):
-        builder = ColumnsBuilder()
-        builder.tensor("t", "float32", (200,), offset=(low,), size=(high - low,))
-        columns.append(builder.build())
-    missing = perform(task_of(columns, set(probes(12))))
-    assert missing == RowsMissing(tuple(sorted(set(range(12)) - set(probes(12)))))
-    assert perform(task_of(columns, set())) == RowsMissing(tuple(range(12)))
 
 
 def test_probes_are_where_a_dimension_may_begin():
@@ -66,22 +21,6 @@ def test_probes_are_where_a_dimension_may_begin():
         assert strides - {int(np.prod(mesh))} <= set(probes(int(np.prod(mesh))))
     assert probes(1) == (0,)
     assert len(probes(10240)) < 32
-
-
-def test_a_rank_s_own_names_count_in_the_second_half_of_its_fingerprint():
-    def named(*names):
-        builder = ColumnsBuilder()
-        for name in names:
-            builder.object(name)
-        return fingerprint(builder.build(), world_size=8, **NAMED)
-
-    one, other = named("a.rank-1-of-8"), named("a.rank-2-of-8")
-    assert one[:16] == other[:16]
-    assert one != other
-    # Of another world size, or of two ranks, a number is a name like any other.
-    assert named("a.rank-1-of-4")[:16] != named("a.rank-2-of-4")[:16]
-    both = named("a.rank-1-of-8", "b.rank-2-of-8")
-    assert both[:16] != named("a.rank-1-of-8", "b.rank-3-of-8")[:16]
 
 
 # --- through the protocol -----------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ray_dcp
 from ray_dcp.errors import PlanConflictError
 from ray_dcp.options import SaveOptions
-from ray_dcp.torch_adapter import devices
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.devices import (
     SEGMENT_BYTES,
@@ -133,16 +132,3 @@ def test_a_device_digests_as_the_host_does():
         torch.full((1 << 15,), -1), torch.zeros(1 << 15), torch.tensor(3.0, requires_grad=True),
     ]  # fmt: skip
     assert content_digests_on_device(tensors) == content_digests(tensors)
-
-
-def test_what_is_on_a_device_comes_to_the_host_at_once(monkeypatch):
-    tensors = [torch.randn(length) for length in (5, 40_000, 3, 0)]
-    asked = []
-    real = devices.host_bytes
-    monkeypatch.setattr(devices, "host_bytes", lambda one: asked.append(1) or real(one))
-    found = content_digests_on_device(tensors)
-    assert len(asked) == 1
-    monkeypatch.setattr(devices, "_MOST_END_BYTES", 100)
-    assert content_digests_on_device(tensors) == found
-    assert len(asked) == 1 + 3
-    assert content_digests_on_device([]) == []

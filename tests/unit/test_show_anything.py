@@ -3,8 +3,8 @@ to load it: three lines that run as they are."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,12 +155,11 @@ def test_what_is_no_checkpoint_is_told_with_the_way_out(place: str, tmp_path: Pa
     assert hint in shown(path, 2)
 
 
-def test_looking_at_a_run_needs_no_torch(tmp_path: Path):
-    code = f"""
-import sys
-from ray_dcp.cli.main import main
-main(["show", {str(run(tmp_path))!r}], standalone_mode=False)
-assert not {{"torch", "ray"}} & set(sys.modules)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "to load" in found.stdout
+def test_what_a_value_refers_to_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "elsewhere.py").write_text("class Value: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    value = importlib.import_module("elsewhere").Value()
+    checkpoints.save_stock(tmp_path / "c", {"w": torch.ones(1), "value": value, "step": 5})
+    monkeypatch.delitem(sys.modules, "elsewhere")
+    assert "5" in shown(tmp_path / "c")
+    assert "elsewhere" not in sys.modules

@@ -206,13 +206,6 @@ def test_sso_gives_keys_of_a_role_once_for_many_requests(cloud, home):
     assert "Credential=SSOKEY1/" in cloud.asked[-1][1]
 
 
-def test_an_sso_login_that_ended_is_renewed_by_its_refresh_token(cloud, home):
-    sso(home, cloud, ends=timedelta(seconds=-5))
-    assert signer(cloud, "s3://by-renewed-sso/run") == "SSOKEY1 eu-1"
-    assert [what for what, _ in cloud.asked[:2]] == ["oidc", "sso"]
-    assert cloud.asked[1][1] == "renewed"
-
-
 def test_keys_that_are_about_to_expire_are_renewed(cloud, home):
     sso(home, cloud, ends=timedelta(hours=8))
     cloud.role_lives = timedelta(seconds=20)

@@ -199,14 +199,6 @@ def test_unpublished_files_can_be_deleted_and_a_dropped_writer_leaves_none(tmp_p
     assert os.listdir(tmp_path) == []
 
 
-def test_a_long_name_fits_its_temporary_name(tmp_path):
-    key = "k" * 255
-    LocalStorage(tmp_path).write(key, b"1")
-    assert LocalStorage(tmp_path).list() == [Entry(key, 1)]
-    with pytest.raises(StorageError, match="ENAMETOOLONG"):
-        LocalStorage(tmp_path).write(key + "k", b"1")
-
-
 def test_links_to_files_are_read_folders_not_entered_and_pipes_not_waited_for(tmp_path):
     (tmp_path / "blob").write_bytes(b"data")
     root = tmp_path / "root"
@@ -282,110 +274,49 @@ def refuse(number):
 
 
 @pytest.fixture
-def no_links(monkeypatch):
+def looks_first(monkeypatch):
+    """Neither hard links nor RENAME_NOREPLACE."""
     monkeypatch.setattr(os, "link", refuse(errno.EPERM))
-
-
-@pytest.fixture
-def no_flags(monkeypatch):
     monkeypatch.setattr(local, "_rename_noreplace", refuse(errno.EINVAL))
-
-
-@pytest.fixture
-def mounted_as(tmp_path_factory, monkeypatch):
-    """Says which kind of filesystem a directory lies on."""
-
-    def say(directory, kind):
-        device = os.stat(directory).st_dev
-        table = tmp_path_factory.mktemp("mounts") / "mountinfo"
-        table.write_text(
-            "22 1 0:5 / /proc rw - proc proc rw\n"
-            f"36 22 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {kind} x:y rw\n"
-        )
-        monkeypatch.setattr(local, "_MOUNTS", str(table))
-
-    return say
 
 
 def creates(directory):
     return LocalStorage(directory).traits.create_if_absent
 
 
-def test_a_directory_is_tried_once_and_nothing_stays_behind(tmp_path, monkeypatch):
-    tried = []
-    real = local._tried
-    monkeypatch.setattr(local, "_tried", lambda *at: tried.append(at[0]) or real(*at))
-    assert creates(tmp_path / "not" / "yet")
-    assert creates(tmp_path)
-    assert creates(tmp_path / "other")
-    assert tried == [str(tmp_path)]
-    assert os.listdir(tmp_path) == []
-
-
-def test_without_hard_links_and_flags_nothing_is_created_only_if_absent(
-    tmp_path, no_links, no_flags, mounted_as
-):
-    mounted_as(tmp_path, "ext4")
-    assert not creates(tmp_path)
-    storage = LocalStorage(tmp_path)
-    storage.write("a", b"1", create=True)
-    with pytest.raises(StorageError, match="exists"):
-        storage.write("a", b"2", create=True)
-    assert storage.read("a") == b"1"
-    assert os.listdir(tmp_path) == ["a"]
-
-
+@pytest.mark.parametrize("is_subvolume", [False, True])
 @pytest.mark.parametrize(
-    ("kinds", "has_links", "expected"),
+    ("kind", "has_links", "expected"),
     [
-        (["vfat", "cifs", "fuseblk", "9p"], False, True),
-        (["ext4", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "fuse.sshfs"], True, True),
-        (["fuse", "fuse.rclone", "fuse.seaweedfs", "fuse.unheard-of"], True, False),
-        (["fuse", "fuse.rclone"], False, False),
+        ("vfat", False, True), ("fuseblk", False, True), ("ext4", True, True), ("nfs4", True, True),
+        ("fuse.sshfs", True, True), ("fuse", True, False), ("fuse.seaweedfs", True, False),
+        ("fuse.rclone", False, False), (None, True, False),
     ],
-    ids=["kernel without links", "exclusive links", "bridge", "bridge without links"],
-)
+)  # fmt: skip
 def test_a_filesystem_is_believed_where_one_server_or_kernel_decides(
-    tmp_path, mounted_as, monkeypatch, kinds, has_links, expected
+    tmp_path, tmp_path_factory, monkeypatch, kind, has_links, expected, is_subvolume
 ):
-    if not has_links:
-        monkeypatch.setattr(os, "link", refuse(errno.EPERM))
-    for kind in kinds:
-        local._KNOWN.clear()
-        mounted_as(tmp_path, kind)
-        assert creates(tmp_path) is expected, kind
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_file_with_another_device_number_than_its_mount_is_found_by_its_path(
-    tmp_path, tmp_path_factory, monkeypatch
-):
-    """So it is in subvolumes of btrfs."""
-    table = tmp_path_factory.mktemp("mounts") / "mountinfo"
     folder = tmp_path / "a b"
     folder.mkdir()
+    device = os.stat(folder).st_dev
+    # Files of subvolumes of btrfs have another device number than their mount.
+    number = "0:0" if is_subvolume else f"{os.major(device)}:{os.minor(device)}"
     point = str(folder).replace(" ", "\\040")
+    table = tmp_path_factory.mktemp("mounts") / "mountinfo"
     table.write_text(
-        f"22 1 0:0 / / rw - ext4 x rw\n36 22 0:0 / {point} rw shared:1 - fuse.rclone x:y rw\n"
+        f"22 1 0:0 / /proc rw - proc x rw\n36 22 {number} / {point} rw shared:1 - {kind} x:y rw\n"
+        * (kind is not None)
     )
     monkeypatch.setattr(local, "_MOUNTS", str(table))
-    assert not creates(folder)
-    local._KNOWN.clear()
-    assert creates(tmp_path)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse(errno.EPERM))
+    assert creates(folder) is expected
+    assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("table", ["", None])
-def test_an_unknown_filesystem_is_not_believed(tmp_path, tmp_path_factory, monkeypatch, table):
-    path = tmp_path_factory.mktemp("mounts") / "mountinfo"
-    if table is not None:
-        path.write_text(table)
-    monkeypatch.setattr(local, "_MOUNTS", str(path))
-    assert not creates(tmp_path)
-    # Nor is one on which the second wins as well.
-    monkeypatch.undo()
-    monkeypatch.setattr(local, "_KNOWN", {})
+def test_a_filesystem_on_which_the_second_wins_as_well_is_not_believed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", os.replace)
-    assert not creates(tmp_path)
+    assert not creates(tmp_path / "not" / "yet")
     assert os.listdir(tmp_path) == []
 
 
@@ -406,5 +337,6 @@ class TestLocalThatLooksFirst(StorageConformance):
     """All promises without hard links and without RENAME_NOREPLACE, but that of one winner."""
 
     @pytest.fixture
-    def storage(self, tmp_path, no_links, no_flags):
+    def storage(self, tmp_path, looks_first):
+        assert not creates(tmp_path)
         return LocalStorage(tmp_path / "root")

@@ -19,9 +19,8 @@ from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions
-from ray_dcp.store.retry import Retrying
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError
-from ray_dcp.store.storage_adapter import creates_if_absent_in, redacted
+from ray_dcp.store.remote import Retrying, creates_if_absent_in
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PublishedFile
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
 
@@ -47,6 +46,22 @@ def test_an_upload_is_never_begun_again_with_what_is_left(monkeypatch):
         writer.write(bytes(9 << 20))
         writer.commit()
     assert len(calls) == 1
+
+
+def test_an_object_that_is_replaced_while_it_is_copied_is_not_reused(monkeypatch):
+    store, copy = obstore.store.MemoryStore(), obstore.copy
+    old, new = ObjectStorage(store, "old"), ObjectStorage(store, "new")
+    old.write("a", b"data and end")
+    source = PublishedFile(old.url, "a", 12, "")
+    assert new.reuse("copied", source, b"end", sync=True) == "copied"
+
+    def copied_and_replaced(*how):
+        copy(*how)
+        old.write("a", b"DATA and end")
+
+    monkeypatch.setattr(obstore, "copy", copied_and_replaced)
+    assert new.reuse("other", source, b"end", sync=True) is None
+    assert [entry.key for entry in new.list()] == ["copied"]
 
 
 # probe
@@ -166,11 +181,6 @@ def test_an_error_says_what_failed_whether_it_was_retried_and_the_way_out(error,
     with pytest.raises(kind, match=message):
         raise failure
     assert "X-Amz-Signature" not in failure.message
-
-
-def test_credentials_are_kept_out_of_texts():
-    options = {"secret": "abcdef", "client_kwargs": {"token": "tok-1"}, "region": "eu-1", "k": 7}
-    assert redacted("abcdef and tok-1 in eu-1", options) == "… and … in eu-1"
 
 
 # crashes

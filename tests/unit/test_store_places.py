@@ -15,7 +15,7 @@ from pyarrow import fs as arrow
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.store.filesystems import ArrowStorage, FsspecStorage
+from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
 from ray_dcp.store.memory import MemoryStorage
@@ -55,7 +55,7 @@ def s3_store(**more: object) -> obstore.store.S3Store:
         (Location("/run", filesystem=fsspec.filesystem("file")), LocalStorage, "/run"),
         (Location("/run", filesystem=arrow.LocalFileSystem()), LocalStorage, "/run"),
         (arrow.SubTreeFileSystem("/run", arrow.LocalFileSystem()), LocalStorage, "/run"),
-        (Location("run", filesystem=arrow._MockFileSystem()), ArrowStorage, "mock://run"),
+        (Location("run", filesystem=arrow._MockFileSystem()), FsspecStorage, "mock://run"),
         (Location("run", filesystem=arrow.PyFileSystem(
             arrow.FSSpecHandler(fsspec.filesystem("memory")))), FsspecStorage, "memory://run"),
     ],

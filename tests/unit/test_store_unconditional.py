@@ -77,7 +77,7 @@ def test_a_save_says_that_its_coordinator_alone_decides_and_loads(place):
     assert with_conditions.warnings == ()
 
 
-INTERRUPTED = {"save.overwrite", "save.staged", "save.overwrite_stock", "delete", "collect"}
+INTERRUPTED = {"save.overwrite", "delete", "collect"}
 
 
 @pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.name in INTERRUPTED], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.difference import Change, diff_tables
+from ray_dcp.view.difference import diff_tables, new_bytes
 from tests.support import big_views, checkpoints, world
 from tests.support.storages import Counting, counted_view
 
@@ -176,13 +177,18 @@ def test_tables_differ_exactly_where_checksums_do(tensors, parts, changed, other
     more = parts + 1 if other_parts else parts
     second = big_views.table(tensors, more, "b" * 16, changed=changed, files=1)
     found = diff_tables(first, second)
-    if other_parts:
-        assert (found.change == Change.RESHAPED).all()
-    else:
-        differs = np.arange(tensors) < changed
-        assert (found.change == np.where(differs, Change.CHANGED, Change.UNCHANGED)).all()
-        assert found.new_bytes == int(differs.sum()) * parts * big_views.ROW_BYTES
-        assert (found.changed_bytes == np.where(differs, parts * big_views.ROW_BYTES, 0)).all()
+    size = parts * big_views.ROW_BYTES
+    for at, one in enumerate(found):
+        expected = ("changed", size) if at < changed else ("unchanged", 0)
+        assert (one.change, one.changed_bytes) == (("reshaped", 0) if other_parts else expected)
+    if not other_parts and tensors:
+        swapped = replace(second, offset=second.offset[:, ::-1])
+        other_boxes = parts > 1
+        assert {one.change for one in diff_tables(second, swapped)} == {
+            "undecided" if other_boxes else "unchanged"
+        }
+        assert (new_bytes(second, swapped) is None) == other_boxes
+        assert new_bytes(first, second) == min(changed, tensors) * size
 
 
 @pytest.mark.parametrize("dtype", sorted(READABLE))

@@ -38,7 +38,7 @@ def plain_environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo", **more}
 
 
-LIMIT_S = 400.0
+LIMIT_S = 580.0
 """How long a program may take, in seconds."""
 
 

@@ -1,4 +1,4 @@
-"""Real S3 servers for tests, and a proxy that cuts connections to them."""
+"""Real S3 servers for tests."""
 
 from __future__ import annotations
 
@@ -11,29 +11,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from tests.support.processes import eventually
+from tests.support.servers.proxy import BadProxy
 
 _SERVER = "ray_dcp-s3-"
-
-
-class Proxy(Protocol):
-    """Passes on to a server on this machine what reaches a port."""
-
-    port: int
-
-    def close(self) -> None:
-        """Takes no more connections."""
-
-
-P = TypeVar("P", bound=Proxy)
 
 
 _PORTS = (
@@ -177,13 +164,13 @@ def port_of(server: DevStore) -> int:
     return int(server.endpoint.rpartition(":")[2])
 
 
-def proxy_before(server: DevStore, make: Callable[[int], P]) -> Iterator[P]:
-    """Yields a proxy, made for the port of the server that it stands before."""
-    with contextlib.closing(make(port_of(server))) as proxy:
+def proxy_before(server: DevStore) -> Iterator[BadProxy]:
+    """Yields a proxy that stands before a server."""
+    with contextlib.closing(BadProxy(port_of(server))) as proxy:
         yield proxy
 
 
-def through(proxy: Proxy, place: Location, **options: object) -> Location:
+def through(proxy: BadProxy, place: Location, **options: object) -> Location:
     """Returns a place as it is reached through a proxy, with more options."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     return Location(place.url, {**place.storage_options, "endpoint": endpoint, **options})
@@ -233,79 +220,3 @@ def server_without_conditions(directory: Path) -> Iterator[Location]:
 def _listens(port: int) -> bool:
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-class CuttingProxy:
-    """Passes connections on, and cuts those that it is told to, in the midst of an answer or body.
-
-    Args:
-        port: Of the server on this machine.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._server = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
-        self._down = self._up = 0
-        self._cuts = 0
-        self._left = 0
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def num_cut(self) -> int:
-        """How many connections it has cut."""
-        return self._cuts
-
-    def cut(self, *, times: int, after_down: int = 1 << 60, after_up: int = 1 << 60) -> None:
-        """Cuts the next connections after so many bytes of the answer, or of what is sent.
-
-        Kept connections are closed, so that everybody makes a new one.
-        """
-        with self._lock:
-            self._left, self._down, self._up, self._cuts = times, after_down, after_up, 0
-            for end in self._open:
-                _close(end)
-            self._open.clear()
-
-    def close(self) -> None:
-        """Ends it with all its connections."""
-        _close(self._listener)
-        self.cut(times=0)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._server))
-            with self._lock:
-                limits = (self._up, self._down) if self._left else (1 << 60, 1 << 60)
-                self._left = max(self._left - 1, 0)
-                self._open += [client, server]
-            for source, target, limit in ((client, server, limits[0]), (server, client, limits[1])):
-                threading.Thread(
-                    target=self._pass_on, args=(source, target, limit), daemon=True
-                ).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, limit: int) -> None:
-        try:
-            while data := source.recv(65536):
-                target.sendall(data[:limit])
-                limit -= len(data)
-                if limit <= 0:
-                    with self._lock:
-                        self._cuts += 1
-                    break
-        except OSError:
-            pass
-        _close(source)
-        _close(target)
-
-
-def _close(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
