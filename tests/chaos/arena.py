@@ -11,9 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError
@@ -33,8 +31,9 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.chaos.traps import loopback_addresses
+from tests.support.daemons import NODE as SMALL
+from tests.support.daemons import Daemons
 from tests.support.processes import born, descendants, eventually, lives
-from tests.support.programs import forked_workers
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_RANKS = 3
@@ -48,6 +47,9 @@ HEALTH_MS = 1000
 """How often Ray looks whether a node lives, in milliseconds; 3000 by default. It is lost after five
 looks without an answer."""
 
+NODE = {"object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1"}
+"""Of the nodes, beside what all tests have."""
+
 DROPS = ("req", "resp", "in_flight")
 
 
@@ -55,25 +57,19 @@ class Arena:
     """A head node, at most one more node, and one group of ranks at a time."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="rx", dir="/tmp"))
-        self._tmp_before = os.environ.get("RAY_TMPDIR")
-        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
-        os.environ["RAY_TMPDIR"] = str(self.directory)
-        (self.directory / "ray").mkdir()
-        self._loopback = loopback_addresses()
-        self._loopback.__enter__()
-        with ray_private.signal_handlers_kept():
-            self.cluster = Cluster(
-                initialize_head=True,
-                head_node_args={
-                    **self._node_args(num_cpus=2, head=100, seat=1),
-                    "_system_config": {"health_check_period_ms": HEALTH_MS},
-                },
-            )
+        config = {"_system_config": {"health_check_period_ms": HEALTH_MS}}
+        self._daemons = Daemons(**NODE, num_cpus=2, resources={"head": 100, "seat": 1}, **config)
+        with ray_private.signal_handlers_kept(), ExitStack() as begun:
+            begun.enter_context(loopback_addresses())
+            begun.callback(self._daemons.close)
             ray.init(
-                self.cluster.address, log_to_driver=False, configure_logging=False,
+                self._daemons.address(), log_to_driver=False, configure_logging=False,
                 namespace="chaos",
             )  # fmt: skip
+            begun.callback(ray.shutdown)
+            self._begun = begun.pop_all()
+        self.cluster = self._daemons.cluster
+        self.directory = Path(self._daemons.directory)
         self.head_id = ray.get_runtime_context().get_node_id()
         self._node: Any = None
         self._ranks: WorkerGroup | None = None
@@ -85,14 +81,6 @@ class Arena:
     @property
     def address(self) -> str:
         return self.cluster.address
-
-    def _node_args(self, *, num_cpus: int, **resources: float) -> dict[str, Any]:
-        return {
-            "num_cpus": num_cpus, "resources": resources, "object_store_memory": 100 << 20,
-            "include_dashboard": False, "include_log_monitor": False, "no_monitor": True,
-            "node_ip_address": "127.0.0.1", "temp_dir": str(self.directory / "ray"),
-            "setup_worker_path": forked_workers.__file__,
-        }  # fmt: skip
 
     # Places
 
@@ -162,7 +150,8 @@ class Arena:
         """Returns the second node, after making it if there is none."""
         if self._node is None:
             with ray_private.signal_handlers_kept():
-                self._node = self.cluster.add_node(**self._node_args(num_cpus=1, seat=2))
+                node = {**SMALL, **NODE, "num_cpus": 1, "resources": {"seat": 2}}
+                self._node = self.cluster.add_node(**node)
         return self._node
 
     def node_pids(self) -> tuple[int, ...]:
@@ -212,7 +201,7 @@ class Arena:
         """Notes processes that must be gone when the arena is closed."""
         self._seen.update((pid, began) for pid in pids if (began := born(pid)) >= 0)
 
-    def leaks(self, *, within_s: float = 30.0) -> list[str]:
+    def leaks(self, *, within_s: float = 120.0) -> list[str]:
         """Returns what is left of actors and processes some time after the ranks were ended."""
         self.end_ranks()
         self._end_stagers()
@@ -250,14 +239,7 @@ class Arena:
             self.end_ranks()
         self.end_node()
         with ray_private.signal_handlers_kept():
-            ray.shutdown()
-            self.cluster.shutdown()
-        self._loopback.__exit__(None, None, None)
-        if self._tmp_before is None:
-            del os.environ["RAY_TMPDIR"]
-        else:
-            os.environ["RAY_TMPDIR"] = self._tmp_before
-        shutil.rmtree(self.directory, ignore_errors=True)
+            self._begun.close()
 
 
 def _options(kind: str) -> dict[str, Any]:

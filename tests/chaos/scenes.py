@@ -31,6 +31,8 @@ FROZEN_S = 4.0
 """The heartbeat timeout of these cells, in seconds: every other deadline is as by default."""
 HIT_S = 40.0
 """How long the ranks may take to run into the trap, in seconds."""
+LEFT_S = 120.0
+"""How long what has nobody left may live on, in seconds."""
 PATIENCE_S = 30.0
 """How much longer than the ceiling is waited, so that a number can be told, in seconds."""
 
@@ -137,10 +139,10 @@ def driver(arena: Arena, cell: Cell) -> Result:
         process.kill()
         process.wait(30)
         process.stdout.close()
-    if not eventually(lambda: not any(map(lives, facts["ranks"])), 30):
-        trouble.append("the ranks outlive their driver by 30 s")
-    if not eventually(lambda: not lives(facts["coordinator"]), 30):
-        trouble.append("the coordinator outlives its ranks by 30 s")
+    if not eventually(lambda: not any(map(lives, facts["ranks"])), LEFT_S):
+        trouble.append(f"the ranks outlive their driver by {LEFT_S:g} s")
+    if not eventually(lambda: not lives(facts["coordinator"]), LEFT_S):
+        trouble.append(f"the coordinator outlives its ranks by {LEFT_S:g} s")
     told = victims.told(marks)
     if mark is not None and ended_s is not None:
         # Nobody is left to be told: the end of the ranks is what counts.

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
+from contextlib import closing
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 import ray_dcp
 from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.stage.tier_index import registered_name
-from tests.integration.conftest import NODE
 from tests.integration.test_memory_tier import spoil
+from tests.support.daemons import NODE, Daemons
 from tests.support.processes import eventually
 from tests.support.programs import async_saves as programs
 
@@ -26,20 +23,12 @@ OLD, NEW, BOTH = "old", "new", "both"
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this machine, each with an object store and seats for ranks."""
-    directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
-    (directory / "ray").mkdir()
-    node = {**NODE, "object_store_memory": 192 << 20}
-    with pytest.MonkeyPatch.context() as patch:
-        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
-        patch.setenv("RAY_TMPDIR", str(directory))
-        head = {**node, "resources": {OLD: 9, BOTH: 1}, "temp_dir": str(directory / "ray")}
-        made = Cluster(initialize_head=True, head_node_args=head)
-        ray.init(made.address, log_to_driver=False, configure_logging=False)
-        made.add_node(**node, resources={NEW: 9, BOTH: 1})
-        yield made
+    store = {"object_store_memory": 192 << 20}
+    with closing(Daemons(**store, resources={OLD: 9, BOTH: 1})) as daemons:
+        ray.init(daemons.address(), log_to_driver=False, configure_logging=False)
+        daemons.cluster.add_node(**{**NODE, **store, "resources": {NEW: 9, BOTH: 1}})
+        yield daemons.cluster
         ray.shutdown()
-        made.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def ranks_on(node: str, number: int) -> WorkerGroup:
