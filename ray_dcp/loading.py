@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import (
@@ -26,7 +26,6 @@ from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import (
     LoadResult,
-    Peers,
     RankLoad,
     StepRange,
     drive,
@@ -55,6 +54,9 @@ from ray_dcp.torch_adapter.results import LoadReport, OperationLog, metadata_of
 from ray_dcp.torch_adapter.state import refuse_per_rank
 from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.shared_reads import RayPeers
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -500,7 +502,7 @@ def _load_steps(
     )
 
 
-def _peers_of(session: object) -> Peers:
+def _peers_of(session: object) -> RayPeers | None:
     """Returns the peers of this rank for shared reads; none for a single process.
 
     Args:
@@ -515,7 +517,7 @@ def _peers_of(session: object) -> Peers:
         connection.check()
     coordinator = getattr(session, "coordinator", None)
     if coordinator is None:
-        return Peers()
+        return None
     from ray_dcp.runtime.shared_reads import RayPeers
 
     return RayPeers(coordinator)

@@ -33,7 +33,7 @@ from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.inline import InlineSession, session_alone
+from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
@@ -42,7 +42,7 @@ from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.orders import StagerOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
-from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checking_finite
+from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checked_finite
 from ray_dcp.torch_adapter.collective import Group, RankCalls
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.foreign import foreign_save
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
-RankSession = Session | InlineSession
+RankSession = Session
 
 
 def save(
@@ -303,7 +303,7 @@ def capture_of(
             # Why not raised here: this rank must join the save to report its planner's error.
             captured.set_exception(error)
         take = captured.result
-    return checking_finite(take, options, session.rank)
+    return lambda: checked_finite(take(), options, session.rank)
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:

@@ -9,25 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ray_dcp.integrations.train.callback import SaveBeforeResize as SaveBeforeResize
     from ray_dcp.integrations.train.checkpointer import Checkpointer as Checkpointer
     from ray_dcp.integrations.train.checkpointer import checkpointer as checkpointer
+    from ray_dcp.integrations.train.save_requests import SaveBeforeResize as SaveBeforeResize
 
 _HOMES = {
-    "Checkpointer": "ray_dcp.integrations.train.checkpointer",
-    "SaveBeforeResize": "ray_dcp.integrations.train.callback",
-    "checkpointer": "ray_dcp.integrations.train.checkpointer",
+    "Checkpointer": "checkpointer",
+    "SaveBeforeResize": "save_requests",
+    "checkpointer": "checkpointer",
 }
 
 __all__ = ["Checkpointer", "SaveBeforeResize", "checkpointer"]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'ray_dcp.train' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
+    home = importlib.import_module(f"ray_dcp.integrations.train.{_HOMES[name]}")
+    globals()[name] = value = getattr(home, name)
     return value
 
 

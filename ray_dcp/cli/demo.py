@@ -88,7 +88,7 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
             ranks.kill()
             _say(f"saved {path.name}; all {ranks.world_size} ranks killed")
             ranks.resize(world_size)
-            ranks.run(program.start, None, 1234)
+            ranks.run(program.start, 1234)
             rows.append(_load(ranks, path))
             on = f"on {world_size} ranks"
             found = ranks.run(program.digests)[0]

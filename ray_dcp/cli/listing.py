@@ -181,20 +181,19 @@ def du(root: str) -> None:
     run = run_of(root)
     rows = usage_of(run)
     sums: dict[str, int] = {kind: sum(row.num_bytes[kind] for row in rows) for kind in KINDS}
-    cells = []
-    shared = sum(row.shared_bytes for row in rows)
+    total = Usage("total", sums, sum(row.shared_bytes for row in rows))
+
+    def sizes(row: Usage) -> dict[str, int]:
+        return {**row.num_bytes, **({"shared": row.shared_bytes} if total.shared_bytes else {})}
+
     gone = {step.name for step in run} - {step.name for step in run.present}
-    for row in (*(one for one in rows if one.name not in gone), Usage("total", sums, shared)):
-        sizes = {str(kind): size_text(row.num_bytes[kind]) for kind in KINDS}
-        if shared:
-            sizes["shared"] = size_text(row.shared_bytes)
-        cells.append({"name": row.name, **sizes, "all": size_text(row.total_bytes)})
-    steps = [
-        {"name": row.name, **row.num_bytes, **({"shared": row.shared_bytes} if shared else {})}
-        for row in rows
-    ]
-    total = {**sums, **({"shared": shared} if shared else {})}
-    value = {"path": run.url, "steps": steps, "total": total}
+    cells = [
+        {"name": row.name, **{kind: size_text(size) for kind, size in sizes(row).items()},
+         "all": size_text(row.total_bytes)}
+        for row in (*(one for one in rows if one.name not in gone), total)
+    ]  # fmt: skip
+    steps = [{"name": row.name, **sizes(row)} for row in rows]
+    value = {"path": run.url, "steps": steps, "total": sizes(total)}
     unread = [f"{step.name}: {step.detail}" for step in run if step.state == "unreadable"]
     told(value, *table(cells, left=("name",)), *unread)
 

@@ -36,7 +36,7 @@ COMMANDS = {
     "export": ("moving:export", "Write a checkpoint as safetensors, torch.save or stock DCP."),
     "import": ("moving:import_", "Make a checkpoint of a file or folder of another program."),
     "cp": ("moving:cp", "Copy a checkpoint, or a run, to another place."),
-    "average": ("merging:average", "Write the weighted mean of checkpoints."),
+    "average": ("moving:average", "Write the weighted mean of checkpoints."),
     "tag": ("changing:tag", "Give a step tags, or a note."),
     "rm": ("changing:rm", "Delete checkpoints."),
     "gc": ("changing:gc", "Delete what crashed saves left behind."),
@@ -144,13 +144,10 @@ class LazyGroup(click.Group):
         try:
             if sys.stdout is not None:
                 sys.stdout.flush()
-        except BrokenPipeError:
-            code = PIPE_CLOSED
-            _drop_output()
-        except (OSError, ValueError):  # the lost output was reported above
-            _drop_output()
-        except KeyboardInterrupt:  # nobody reads the output
-            code = INTERRUPTED
+        except (OSError, ValueError, KeyboardInterrupt) as error:
+            # Other lost output was reported above.
+            codes = {BrokenPipeError: PIPE_CLOSED, KeyboardInterrupt: INTERRUPTED}
+            code = codes.get(type(error), code)
             _drop_output()
         sys.exit(code if isinstance(code, int) else 0)
 

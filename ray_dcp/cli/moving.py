@@ -1,17 +1,27 @@
-"""The commands `export`, `import` and `cp`. They import torch only when they write."""
+"""The commands `export`, `import`, `cp` and `average`. They import torch only when they write."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
 
 import click
 
 from ray_dcp.cli.main import JSON
-from ray_dcp.cli.output import dry_run, interrupted, printed, progress, says, told
+from ray_dcp.cli.output import (
+    dry_run,
+    dtype,
+    interrupted,
+    patterns,
+    printed,
+    progress,
+    says,
+    told,
+)
 from ray_dcp.cli.places import (
     PLACE,
     Address,
@@ -20,6 +30,7 @@ from ray_dcp.cli.places import (
     check_answers,
     checkpoint_at,
     kept,
+    run_at,
 )
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
@@ -53,15 +64,6 @@ from ray_dcp.view.wording import count_text, few, size_text
 _MOST_TRIES = 20
 """How often the copy of a step is retried if the step is replaced meanwhile."""
 
-_include = click.option(
-    "--tensor",
-    "include",
-    metavar="GLOB",
-    multiple=True,
-    help="Only names that match; may be given often.",
-)
-_dtype = click.option("--dtype", help="What floating tensors are cast to, as bf16 or float32.")
-
 
 @click.command()
 @click.argument("source", type=PLACE)
@@ -74,8 +76,8 @@ _dtype = click.option("--dtype", help="What floating tensors are cast to, as bf1
     show_default=True,
     help="safetensors, torch: one file; hf: a folder with an index; dcp: for stock DCP.",
 )
-@_include
-@_dtype
+@patterns
+@dtype
 @click.option("--strip-prefix", default="", metavar="TEXT", help="Leave it out before names.")
 @click.option(
     "--model-only", is_flag=True, help="Short for --tensor 'model.*' --strip-prefix model."
@@ -109,13 +111,11 @@ def export(
                 f"and --strip-prefix"
             )
     form = cast(ExportFormat, kind)
-    plan = plan_export(view, target, form, include=include, dtype=dtype, strip_prefix=strip_prefix)
+    choice: dict[str, Any] = {"include": include, "dtype": dtype, "strip_prefix": strip_prefix}
+    plan = plan_export(view, target, form, **choice)
     if not dry_run:
         with progress("exporting", target) as meter, kept(address.place):
-            export_checkpoint(
-                address.place, target, form,
-                include=include, dtype=dtype, strip_prefix=strip_prefix, progress=meter,
-            )  # fmt: skip
+            export_checkpoint(address.place, target, form, **choice, progress=meter)
     verb = "would write" if dry_run else "wrote"
     objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
     lines = [
@@ -132,8 +132,8 @@ def export(
 @click.command("import")
 @click.argument("source", type=PLACE)
 @click.argument("target", type=PLACE)
-@_include
-@_dtype
+@patterns
+@dtype
 @click.option("--unsafe", is_flag=True, help="Run code that a torch.save file asks for.")
 @dry_run
 def import_(
@@ -223,16 +223,15 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         if is_run and not says(JSON):
             told(None, *_told(source, target, copies, "copied"))
         raise
-    problems = [f"damaged: {problem}" for copy in copies for problem in copy.problems]
+    damages = [f"damaged: {problem}" for copy in copies for problem in copy.problems]
     failures = [copy.failure for copy in copies if copy.failure is not None]
-    problems += [f"not copied: {error}" for error in failures]
+    problems = [*damages, *(f"not copied: {error}" for error in failures)]
     lines = [*_told(source, target, copies, "copied"), *([] if is_run else problems)]
     lines += ["ok"] if verify and not problems else []
     told({**_done(value, copies), "problems": problems}, *lines)
     if problems:
-        is_unread = len(failures) == len(problems)
-        is_unread = is_unread and all(isinstance(error, StorageError) for error in failures)
-        sys.exit(2 if is_unread else 1)
+        is_unread = all(isinstance(error, StorageError) for error in failures)
+        sys.exit(2 if is_unread and not damages else 1)
 
 
 class _Copy:
@@ -386,3 +385,108 @@ def _copy_marks(step: StepView, target: str) -> None:
     run = run.tag(step.name, *sorted(tags)) if tags else run
     if step.note and step.note != copied.note:
         run.annotate(step.name, step.note)
+
+
+def _numbers(context: click.Context, option: click.Parameter, value: str | None) -> list[float]:
+    try:
+        return [float(part) for part in (value or "").split(",") if part]
+    except ValueError:
+        raise click.BadParameter(f"expected numbers such as 1,1,2, found {value!r}") from None
+
+
+@click.command()
+@click.argument("sources", type=PLACE, nargs=-1, required=True, metavar="SOURCE...")
+@click.option("-o", "--out", required=True, metavar="PATH", help="Path or URL of the result.")
+@click.option(
+    "--weights",
+    callback=_numbers,
+    metavar="W,W,...",
+    help="A number for each source; equal if not given.",
+)
+@click.option(
+    "--ema",
+    type=float,
+    metavar="DECAY",
+    help="Weights 1, DECAY, DECAY**2, ... from the last source back.",
+)
+@click.option(
+    "--last",
+    type=click.IntRange(1),
+    metavar="N",
+    help="SOURCE is a run: average its N newest steps.",
+)
+@dtype
+@patterns
+@dry_run
+def average(
+    sources: tuple[str, ...],
+    out: str,
+    weights: list[float],
+    ema: float | None,
+    last: int | None,
+    dtype: str | None,
+    include: tuple[str, ...],
+    dry_run: bool,
+) -> None:
+    """Write the weighted mean of the checkpoints SOURCE, paths or RUN@STEP, to PATH.
+
+    Floating-point tensors are averaged in float64. Integers and objects are those of the last
+    source. The state of optimizers is left out unless --tensor chooses it; then it is that of the
+    last source. Sources may differ in sharding and format; differences in names, shapes and dtypes
+    are an error that lists all of them.
+    """
+    from ray_dcp.averaging import average as average_checkpoints
+    from ray_dcp.averaging import decayed, plan_average
+    from ray_dcp.runtime.copying import check_free
+
+    if weights and ema is not None:
+        raise InvalidRequestError("give --weights or --ema, not both")
+    addresses = _newest(sources, last) if last is not None else [address_of(one) for one in sources]
+    check_answers(out)
+    check_free(open_storage(out))
+    numbers = decayed(ema, len(addresses)) if ema is not None else weights or None
+    with ExitStack() as stack:
+        for address in addresses:
+            stack.enter_context(kept(address.place))
+        named = zip(addresses, sources if last is None else [""] * len(addresses), strict=True)
+        views = [address.open(text) for address, text in named]
+        choice: dict[str, Any] = {"weights": numbers, "dtype": dtype, "keys": include or None}
+        if dry_run:
+            report = plan_average(views, out, **choice).report
+        else:
+            with progress("averaging", out) as meter:
+                report = average_checkpoints(views, out, **choice, progress=meter)
+    lines = [
+        f"{'would write' if dry_run else 'wrote'} the mean of {len(views)} checkpoints, "
+        f"{count_text(len(report.averaged), 'tensor')}, about {size_text(report.num_bytes)}, to "
+        f"{out}",
+        *(f"{one['weight']:.4g} x {one['checkpoint']}" for one in report.sources),
+    ]
+    if report.taken:
+        lines.append(f"from the last: {few(report.taken)}")
+    if report.left_out:
+        lines.append(f"left out: {few(report.left_out)}")
+    value = {name: list(getattr(report, name)) for name in ("averaged", "taken", "left_out")}
+    about = {"target": out, "num_bytes": report.num_bytes, "dry_run": dry_run}
+    told({**about, "sources": [dict(one) for one in report.sources], **value}, *lines)
+
+
+def _newest(sources: Sequence[str], number: int) -> list[Address]:
+    """Returns the newest steps of a run, oldest first.
+
+    Raises:
+        CheckpointNotFoundError: There are fewer.
+        InvalidRequestError: There is more than one source.
+    """
+    if len(sources) != 1:
+        raise InvalidRequestError(f"--last takes one run, but there are {len(sources)} sources")
+    run = run_at(sources[0])
+    steps = [one for one in run if one.is_readable and one.step is not None]
+    steps = [one for one in steps if "/" not in one.name and one.name != "."]
+    if len(steps) < number:
+        raise CheckpointNotFoundError(
+            f"expected {number} steps in {run.url} that can be read, found {len(steps)}"
+        )
+    return [
+        Address(f"{sources[0].rstrip('/')}/{one.name}", one.path, one) for one in steps[-number:]
+    ]

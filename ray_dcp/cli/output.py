@@ -27,6 +27,15 @@ _BREAKS = re.compile(r"[./_=\- ]")
 """Characters after which a name wraps."""
 
 dry_run = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
+pattern = click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
+patterns = click.option(
+    "--tensor",
+    "include",
+    metavar="GLOB",
+    multiple=True,
+    help="Only names that match; may be given often.",
+)
+dtype = click.option("--dtype", help="What floating tensors are cast to, as bf16 or float32.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 

@@ -1,25 +1,32 @@
 """The commands `show`, `verify`, `diff`, `reshard` and `timeline`, which look into checkpoints.
 
-They import neither torch nor Ray.
+They import neither torch nor Ray. The lines of Python that `show` prints run as they are, given the
+objects that they name.
 """
 
 from __future__ import annotations
 
+import ast
+import json
+import keyword
 import os
 import shutil
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
 import click
 
-from ray_dcp.cli.description import checkpoint_lines, newest_of, run_lines, writer_text
 from ray_dcp.cli.main import JSON, VERBOSE
 from ray_dcp.cli.output import (
     interrupted,
+    pattern,
     printed,
     progress,
     says,
@@ -40,17 +47,21 @@ from ray_dcp.cli.places import (
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
-from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.store.opening import place_below
+from ray_dcp.store.storage import read_if_there
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
 from ray_dcp.view.run_view import RunView, StepView, read_run
-from ray_dcp.view.tables import Node, grown, leaves_of, shape_text
+from ray_dcp.view.tables import Node, folder_of, grown, leaves_of, shape_text
 from ray_dcp.view.trace import chrome_trace
-from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
+from ray_dcp.view.verify import VerifyInterrupted, VerifyReport, items_of
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import (
+    age_text,
     count_text,
     course_text,
+    few,
     late_text,
     nearest,
     number_text,
@@ -65,9 +76,7 @@ _MOST_PROBLEMS = 50
 
 @click.command()
 @click.argument("path", type=PLACE)
-@click.option(
-    "--tensor", "pattern", metavar="GLOB", help="Only names that match, such as '*.bias'."
-)
+@pattern
 @click.option("--all", "show_all", is_flag=True, help=f"Each of more than {_MOST_NAMES} names.")
 @click.option("--tree", "as_tree", is_flag=True, help="As a tree of names, with sizes.")
 @click.option("--depth", type=click.IntRange(1), help="Levels of the tree.")
@@ -183,17 +192,13 @@ def _groups(root: Node, most: int) -> list[dict[str, str]]:
         if len(deeper) > most or (len(deeper) == len(level) and deeper == level):
             break
         level = deeper
-    shown = [
-        {
-            "name": name,
-            "holds": node.told,
-            "size": size_text(node.num_bytes) if node.num_tensors else "",
-        }
-        for name, node in level[:most]
+    sizes = [size_text(node.num_bytes) if node.num_tensors else "" for _, node in level]
+    rows = [
+        {"name": name, "holds": node.told, "size": size}
+        for (name, node), size in zip(level[:most], sizes, strict=False)
     ]
-    hidden = len(level) - len(shown)
-    more = {"name": f"… and {hidden} more", "holds": "", "size": ""}
-    return [*shown, *([more] if hidden else [])]
+    more = {"name": f"… and {len(level) - len(rows)} more", "holds": "", "size": ""}
+    return [*rows, more] if len(level) > len(rows) else rows
 
 
 def _branches(node: Node, indent: str, depth: int | None) -> Iterator[str]:
@@ -231,14 +236,10 @@ def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
         if info is not None:
             fields = {key: value for key, value in asdict(info).items() if key != "path"}
             tensors[name] = {**fields, "layout": view.layouts[name]}
+    facts = ("kind", "attempt", "slot", "world_size", "num_bytes", "sources")
     return {
         "path": view.url,
-        "kind": view.kind,
-        "attempt": view.attempt,
-        "slot": view.slot,
-        "world_size": view.world_size,
-        "num_bytes": view.num_bytes,
-        "sources": list(view.sources),
+        **{name: getattr(view, name) for name in facts},
         "files": [{"key": file.key, "num_bytes": file.num_bytes} for file in view.files],
         "tensors": tensors,
         "objects": {n: view.small_values.get(n) for n in names if n not in view.tensors},
@@ -257,49 +258,40 @@ def verify(path: str) -> None:
     checkpoint, a file can't be read, or the call is invalid.
     """
     is_run, addresses = addresses_of(path, damaged=True)
-    results, found = list[dict[str, Any]](), VerifyReport(0, ())
+    results, codes = list[dict[str, Any]](), set[int]()
     runs = dict.fromkeys(one.step.run for one in addresses if one.step is not None)
     newest: dict[str, StepView] = {}
     sizes = [0 if one.step is None else one.step.num_bytes for one in addresses] if is_run else ()
 
     def add(name: str, report: VerifyReport, *, in_part: bool = False) -> None:
-        nonlocal found
         name = f"{name} (in part)" if in_part else name
         results.append({"path": name, "ok": report.ok and not in_part, **asdict(report)})
         printed(meter, *_result(name, report, "no problem so far" if in_part else "ok"))
-        found = replace(
-            found,
-            problems=(*found.problems, *report.problems),
-            unread=(*found.unread, *report.unread),
-        )
+        codes.update([1] if report.problems else [2] if report.unread else [])
 
-    def verify_one(address: Address) -> bool:
-        nonlocal found
+    def verify_one(address: Address) -> None:
         name = address.name
         meter.begin(name)
         try:
             report = verify_path(address.place, progress=meter)
-            add(name, report)
-            return report.ok
-        except CheckpointNotFoundError as error:
-            if not is_run:
-                error.message += hint_at(path)
-                raise
-            printed(meter, f"{name}: deleted meanwhile")
-            results.append({"path": name, "ok": True, "error": error.message})
         except CheckpointError as error:
+            is_gone = isinstance(error, CheckpointNotFoundError)
             if not is_run:
+                error.message += hint_at(path) if is_gone else ""
                 raise
-            found = replace(found, unread=(*found.unread, Problem("", None, 0, 0, error.message)))
-            printed(meter, f"{name}: could not be verified: {error.message}")
-            results.append({"path": name, "ok": False, "error": error.message})
-        return False
+            what = "deleted meanwhile" if is_gone else f"could not be verified: {error.message}"
+            printed(meter, f"{name}: {what}")
+            results.append({"path": name, "ok": is_gone, "error": error.message})
+            codes.update([] if is_gone else [2])
+            return
+        add(name, report)
+        if report.ok and address.step is not None:
+            newest[address.step.run] = address.step
 
     try:
         with progress("verifying", path, sizes) as meter:
             for address in addresses:
-                if verify_one(address) and address.step is not None:
-                    newest[address.step.run] = address.step
+                verify_one(address)
     except KeyboardInterrupt as error:
         if isinstance(error, VerifyInterrupted):
             add(address.name, error.report, in_part=True)
@@ -321,8 +313,8 @@ def verify(path: str) -> None:
     else:
         # Why not a list for one checkpoint: programs rely on this form.
         told(results[0])
-    if not found.ok:
-        sys.exit(1 if found.problems else 2)
+    if codes:
+        sys.exit(min(codes))
 
 
 def _number_or_name(step: StepView | None) -> int | str | None:
@@ -350,7 +342,7 @@ _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided":
 @click.command()
 @click.argument("first", type=PLACE)
 @click.argument("second", type=PLACE)
-@click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
+@pattern
 @click.option("--values", is_flag=True, help="Read what changed, and show by how much.")
 @click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't decide.")
 @click.option("--all", "show_all", is_flag=True, help="List what is unchanged, too.")
@@ -397,13 +389,11 @@ def diff(
     title = f"{address_one.name} -> {address_other.name}"
     notes = [f"note: {note}" for note in found.notes]
     read = f"{size_text(found.bytes_read)} of tensors were read to decide that"
+    facts = ("counts", "changed_bytes", "bytes_read", "notes")
     value = {
         "first": one.url,
         "second": other.url,
-        "counts": found.counts,
-        "changed_bytes": found.changed_bytes,
-        "bytes_read": found.bytes_read,
-        "notes": list(found.notes),
+        **{name: getattr(found, name) for name in facts},
         "tensors": [
             {**asdict(row), "values": asdict(by_name[row.name]) if row.name in by_name else None}
             for row in shown
@@ -440,7 +430,7 @@ def _diff_row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
     metavar="LAYOUT",
     help="8 or 8:row, 8:column, 4x2 (rows over 4, columns over 2).",
 )
-@click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
+@pattern
 def reshard(path: str, layout: str, pattern: str | None) -> None:
     """Show what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
 
@@ -471,14 +461,11 @@ def reshard(path: str, layout: str, pattern: str | None) -> None:
         f"missing: a part of {name!r} is stored nowhere; a load would fail"
         for name in found.uncovered
     ]
+    numbers = ("bytes_needed", "bytes_read", "amplification", "peak_bytes", "uncovered")
     value = {
         "path": address.name,
         "layout": str(found.layout),
-        "bytes_needed": found.bytes_needed,
-        "bytes_read": found.bytes_read,
-        "amplification": found.amplification,
-        "peak_bytes": found.peak_bytes,
-        "uncovered": list(found.uncovered),
+        **{name: getattr(found, name) for name in numbers},
         "ranks": [{**asdict(one), "peak_bytes": one.peak_bytes} for one in found.ranks],
     }
     told(value, *table(rows, least=("ranges", "files", "times")), total, *missing)
@@ -552,8 +539,8 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
         num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
         size = f" {size_text(num_bytes):>10}" if num_bytes else ""
         lines.append(f"{names[lane]:<{left}} {mark} {drawn}{size}")
-    half, end = seconds_text(end_s / 2), seconds_text(end_s)
-    middle = f"{'0':<{bar // 2}}{half}"
+    end = seconds_text(end_s)
+    middle = f"{'0':<{bar // 2}}{seconds_text(end_s / 2)}"
     lines.append(styled(" " * (left + 3) + f"{middle:<{max(bar - len(end), 0)}}{end}", "dim"))
     hidden = trace.world_size - len(trace.ranks)
     if hidden > 0:
@@ -589,3 +576,177 @@ def _bar(
             cells[cell] = looks.get(span.phase, ("?", ""))
     runs = ((style, [*run]) for style, run in groupby(cells, lambda cell: cell[1]))
     return "".join(styled("".join(mark for mark, _ in run), style) for style, run in runs)
+
+
+_MOST_KEYS, _MOST_CODE, _MOST_RUNS = 8, 90, 20
+_MOST_VALUE = 12
+_CONFIG_BYTES = 1 << 20
+_WRITERS = {"native": "ray_dcp", "stock": "torch.distributed.checkpoint"}
+
+
+def writer_text(view: CheckpointView) -> str:
+    """Returns what a checkpoint is and who wrote it, as text."""
+    ranks = "" if view.world_size is None else f", saved by {count_text(view.world_size, 'rank')}"
+    age = "" if view.created_s is None else f" {age_text(time.time() - view.created_s)} ago"
+    if view.kind != "safetensors":
+        return f"a checkpoint of {_WRITERS[view.kind]}{ranks}{age}"
+    config: Any = None
+    with suppress(CheckpointError, ValueError):
+        config = json.loads(read_if_there(view.storage, "config.json", _CONFIG_BYTES) or b"null")
+    if not isinstance(config, dict):
+        return f"safetensors{ranks}"
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else config.get("model_type")
+    version = config.get("transformers_version")
+    by = f", written by transformers {version}" if isinstance(version, str) else ""
+    return f"a Hugging Face model{f' {name}' if isinstance(name, str) else ''} in safetensors{by}"
+
+
+def _loading_code(view: CheckpointView, path: str) -> list[str]:
+    """Returns three lines of Python that load a checkpoint, for its own names.
+
+    Args:
+        view: The checkpoint.
+        path: Its path or URL.
+    """
+    where = json.dumps(path)
+    state = _state_code(view)
+    if state is None:
+        read = [f"state = dcp.read_state_dict({where})", "model.load_state_dict(state)"]
+        return ["import ray_dcp as dcp", *read]
+    imports = "import torch, ray_dcp as dcp" if "torch." in state else "import ray_dcp as dcp"
+    return [imports, f"state = {state}", f"dcp.load(state, checkpoint_id={where})"]
+
+
+def _state_code(view: CheckpointView) -> str | None:
+    """Returns a state dict with the keys of a checkpoint as code; None if it is a flat one."""
+    found: dict[str, str] = {}
+    is_flat = True
+    for name, path in zip(view.names, view.checkpoint.table.paths, strict=True):
+        key = (path or (name,))[0]
+        if not isinstance(key, str) or len(found) > _MOST_KEYS:
+            return None
+        info = view.tensors.get(name)
+        if path is not None and len(path) > 1:
+            is_flat = False
+            found[key] = key if key.isidentifier() and not keyword.iskeyword(key) else "model"
+        elif info is None:
+            is_flat = False
+            found[key] = _literal(view.small_values.get(name, "None"))
+        else:
+            found[key] = f"torch.empty({info.shape}, dtype=torch.{info.dtype})"
+    text = ", ".join(f"{json.dumps(key)}: {value}" for key, value in found.items())
+    return None if is_flat or len(text) > _MOST_CODE else f"{{{text}}}"
+
+
+def _literal(value: str) -> str:
+    """Returns the `repr` of a value if that is short and is Python, else `None`."""
+    with suppress(ValueError, SyntaxError):
+        ast.literal_eval(value)
+        return value if len(value) <= _MOST_VALUE else "None"
+    return "None"
+
+
+def checkpoint_lines(view: CheckpointView, path: str) -> list[str]:
+    """Returns the lines of text how to load a checkpoint, or a step of items.
+
+    Args:
+        view: The checkpoint.
+        path: Its path or URL.
+    """
+    items: Sequence[str] = ()
+    if view.place is not None:
+        with suppress(CheckpointError):
+            items = items_of(view.storage, view.checkpoint)
+    lines = []
+    if items and view.place is not None:
+        lines.append(f"a step of the items {few(list(items))}, each a checkpoint below it")
+        view, path = read_view(place_below(view.place, items[0])), f"{path}/{items[0]}"
+    return [*lines, *_code_lines("to load it", _loading_code(view, path))]
+
+
+def run_lines(run: RunView, path: str) -> Iterator[str]:
+    """Yields the description of a run, or of a directory of runs, as lines of text.
+
+    Args:
+        run: The run.
+        path: Its path or URL.
+    """
+    runs, size = run.runs, size_text(sum(step.num_bytes for step in run))
+    if len(runs) == 1:
+        folder = folder_of(runs[0], run)
+        path = path if folder == "." else f"{path.rstrip('/')}/{folder}"
+        yield f"{path}: a run of {count_text(len(run.present), 'checkpoint')}, {size}"
+        yield from _of_run(runs[0], path)
+        return
+    yield f"{path}: {len(runs)} runs of {count_text(len(run.present), 'checkpoint')}, {size}"
+    rows = [{"run": folder_of(one, run), **_run_row(one)} for one in runs[:_MOST_RUNS]]
+    yield from table(rows, left=("run", "newest", "states"), least=("size", "states"))
+    if len(runs) > _MOST_RUNS:
+        yield f"… and {len(runs) - _MOST_RUNS} more"
+    yield f"each step: ray-dcp ls {path}"
+    newest = max(runs, key=lambda one: max((s.created_s or 0.0 for s in one), default=0.0))
+    folder = folder_of(newest, run)
+    yield f"the run that was saved to last: {folder}"
+    yield from _to_load(newest, path if folder == "." else f"{path.rstrip('/')}/{folder}")
+
+
+def _of_run(run: RunView, path: str) -> Iterator[str]:
+    newest = newest_of(run)
+    if newest is not None:
+        ranks = "" if newest.num_ranks is None else f", {count_text(newest.num_ranks, 'rank')}"
+        since = newest.created_s
+        age = "" if since is None else f", {age_text(time.time() - since)} ago"
+        yield f"newest that is whole: {newest.name}{age}{ranks}, {size_text(newest.num_bytes)}"
+        with suppress(CheckpointError):
+            yield f"written by: {_WRITERS.get(newest.view.kind, newest.view.kind)}"
+    yield f"states, by names and lengths of files: {_states(run)}"
+    for step in run:
+        if step.state in ("damaged", "unreadable"):
+            yield f"{step.name}: {step.state}: {step.detail}"
+    yield f"each step: ray-dcp ls {path}; what is in one: ray-dcp show {path}@latest"
+    yield from _to_load(run, path)
+
+
+def _to_load(run: RunView, path: str) -> Iterator[str]:
+    newest = newest_of(run)
+    if newest is None:
+        yield "nothing in it can be loaded"
+        return
+    try:
+        code = _loading_code(newest.view, f"{path.rstrip('/')}/{newest.name}")
+    except CheckpointError as error:
+        yield f"{newest.name}: {error.message}"
+        return
+    if code[-1].startswith("dcp.load(") and newest.step is not None and not newest.items:
+        code[-1] = f"dcp.load_newest(state, {json.dumps(path)})"
+    yield from _code_lines("to load the newest that is whole", code)
+
+
+def newest_of(run: RunView) -> StepView | None:
+    """Returns the newest step of a run that can be loaded; None if there is none."""
+    try:
+        return run.step("latest")
+    except CheckpointError:
+        return None
+
+
+def _run_row(run: RunView) -> dict[str, str]:
+    newest = newest_of(run)
+    since = None if newest is None else newest.created_s
+    return {
+        "newest": "" if newest is None else newest.name,
+        "age": "" if since is None else age_text(time.time() - since),
+        "size": size_text(sum(step.num_bytes for step in run)),
+        "states": _states(run),
+    }
+
+
+def _states(run: RunView) -> str:
+    counts = Counter(step.state for step in run)
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def _code_lines(what: str, lines: Sequence[str]) -> list[str]:
+    where = "on any number of ranks" if lines[-1].startswith("dcp.load") else "in one process"
+    return ["", styled(f"{what}, {where}:", "bold"), *(f"    {line}" for line in lines)]

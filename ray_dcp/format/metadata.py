@@ -719,7 +719,11 @@ class _Decoder:
             if not np.array_equal(lengths, ndim[tensor]):
                 raise damaged("chunks of their tensor's dimensions", "others")
         size = padded(sizes, width, 1)
-        kind, dtype = self._kinds(tensor)
+        kind = np.array([tensor[0] for tensor in self._tensors], dtype=np.int8)
+        dtype = np.array([tensor[1] for tensor in self._tensors], dtype=np.int8)
+        # A stream transform makes a tensor opaque.
+        changed = tensor[np.array([found is not None for found in self._transforms], dtype=bool)]
+        kind[changed[kind[changed] == Kind.TENSOR]] = Kind.OPAQUE
         items = np.array(self._items, dtype=np.int64).reshape(-1, 3)
         itemsize = np.array([ITEMSIZE.get(name, 0) for name in self._dtypes] + [0], dtype=np.int64)
         box_bytes = volumes(size) * itemsize[dtype[tensor]]
@@ -745,15 +749,6 @@ class _Decoder:
             check_start=np.zeros(len(tensor) + 1, dtype=np.int64),
             checks=np.zeros(0, dtype=np.uint64),
         )
-
-    def _kinds(self, tensor: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
-        """Returns each tensor's kind and dtype; a stream transform makes a tensor `OPAQUE`."""
-        kind = np.array([row[0] for row in self._tensors], dtype=np.int8)
-        dtype = np.array([row[1] for row in self._tensors], dtype=np.int8)
-        changed = np.array([found is not None for found in self._transforms], dtype=bool)
-        rows = tensor[changed]
-        kind[rows] = np.where(kind[rows] == Kind.TENSOR, int(Kind.OPAQUE), kind[rows])
-        return kind, dtype
 
 
 def _index_key(index: Instance) -> tuple[str, str | None]:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
+from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format import damaged
 from ray_dcp.format.names import is_unicode
 from ray_dcp.format.torch_items import NeedMoreBytes
@@ -110,13 +110,12 @@ def header(
     """Returns the bytes before the data; their length is a multiple of 4,096.
 
     Args:
-        entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
+        entries: `(name, dtype, size, begin, end)`, as `packed` returns them.
         metadata: The `__metadata__` of the file.
 
     Raises:
         UnsupportedValueError: A dtype is not in `ALL_CODES`, a name is reserved, or the header
             would be longer than other readers accept.
-        InternalError: The entries leave gaps or overlap, or a name occurs twice.
 
     Examples:
         >>> data = header([("w", "float32", (2, 3), 0, 24)])
@@ -124,7 +123,6 @@ def header(
         (4096, (2, 3))
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
     for name, dtype, size, begin, end in entries:
         if name == "__metadata__":
             raise UnsupportedValueError(
@@ -139,14 +137,7 @@ def header(
                 f"{dtype}; leave it out",
                 key=name,
             )
-        if begin != position or end != begin + prod(size) * ITEMSIZE[dtype] or name in fields:
-            raise InternalError(
-                f"Expected tensors packed one after the other and each name once, found bytes "
-                f"{begin} to {end} after byte {position}",
-                key=name,
-            )
         fields[name] = {"dtype": code, "shape": list(size), "data_offsets": [begin, end]}
-        position = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:

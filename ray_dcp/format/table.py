@@ -253,11 +253,6 @@ class GroupedTable:
         """Number of chunks in all groups."""
         return int(self.index.first_row[-1])
 
-    def span(self, group: int) -> tuple[int, int]:
-        """Returns the first byte of a group, and the end of its last byte, exclusive."""
-        low, high = self.index.start[group : group + 2].tolist()
-        return low, high
-
     def chunks(self, groups: Mapping[int, bytes | memoryview]) -> ChunkTable:
         """Returns the table with the chunks of the given groups.
 

@@ -450,22 +450,19 @@ def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
     return Frame(bytes(header), footer)
 
 
-def frame_bytes_many(
+def frames_of(
     dtypes: Sequence[str],
     dtype: npt.NDArray[np.integer],
     ndim: npt.NDArray[np.integer],
     size: Int64Array,
-) -> tuple[Int64Array, Int64Array]:
-    """Returns the lengths of the frames of many tensors.
+) -> tuple[list[Frame], Int64Array]:
+    """Returns the distinct frames of many tensors, and the index of each tensor's frame: int64[n].
 
     Args:
         dtypes: Vocabulary of dtype names.
         dtype: int[n], index into `dtypes`.
         ndim: int[n].
         size: int64[n, D], shapes padded with 1.
-
-    Returns:
-        Lengths of the headers and of the footers, int64[n] each.
 
     Raises:
         UnsupportedValueError: A dtype can't be stored as raw bytes.
@@ -474,15 +471,13 @@ def frame_bytes_many(
     Complexity:
         O(n * D) in numpy, and one `torch_save_frame` for each distinct tensor.
     """
-    first, group = group_rows([dtype, ndim, *size.T])
+    first, frame = group_rows([dtype, ndim, *size.T])
     columns = (dtype[first].tolist(), ndim[first].tolist(), size[first].tolist())
-    frames = [
+    distinct = [
         torch_save_frame(dtypes[code], tuple(lengths[:count]))
         for code, count, lengths in zip(*columns, strict=True)
     ]
-    header = np.array([len(frame.header) for frame in frames], dtype=np.int64)
-    footer = np.array([len(frame.footer) for frame in frames], dtype=np.int64)
-    return header[group], footer[group]
+    return distinct, frame
 
 
 def _checked_volume(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:

@@ -24,65 +24,37 @@ from torch.distributed.tensor import DTensor
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the Transformer. They are uneven, so that shards differ between ranks."""
-
-    vocabulary: int = 211
-    width: int = 96
-    num_heads: int = 4
-    num_blocks: int = 4
-    context: int = 32
-    batch: int = 6
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, both with residual connections."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.norm_attention = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width, bias=False)
-        self.norm_mlp = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width + 2)
-        self.down = nn.Linear(4 * config.width + 2, config.width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the block's output, of the shape of `x`: (batch, context, width)."""
-        batch, context, width = x.shape
-        heads = (batch, context, self.num_heads, width // self.num_heads)
-        q, k, v = (
-            part.reshape(heads).transpose(1, 2)
-            for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
-        )
-        scores = (q @ k.transpose(-2, -1)) / (width // self.num_heads) ** 0.5
-        future = torch.ones(context, context, dtype=torch.bool).triu(1)
-        attended = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
-        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, context, width)))
-        y: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
-        return y
+# Sizes of the Transformer. They are uneven, so that shards differ between ranks.
+VOCABULARY, WIDTH, NUM_HEADS, NUM_BLOCKS, CONTEXT, BATCH = 211, 96, 4, 4, 32, 6
 
 
 class Transformer(nn.Module):
     """A decoder-only language model."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH,
+                NUM_HEADS,
+                4 * WIDTH + 2,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(NUM_BLOCKS)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns logits (batch, context, vocabulary) for tokens (batch, context)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        past = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         for block in self.blocks:
-            x = block(x)
+            x = block(x, past, is_causal=True)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -91,7 +63,6 @@ class Transformer(nn.Module):
 class TrainingRun:
     """State of one rank between calls."""
 
-    config: ModelConfig
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -104,7 +75,7 @@ class TrainingRun:
             "model": model,
             "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict(),
-            "progress": {"step": self.step, "config": vars(self.config)},
+            "progress": {"step": self.step},
             "rng": torch.get_rng_state(),
         }
 
@@ -124,19 +95,17 @@ class TrainingRun:
 _current: list[TrainingRun] = []
 
 
-def start(config: ModelConfig | None = None, seed: int = 0) -> None:
+def start(seed: int = 0) -> None:
     """Creates model, optimizer and scheduler on this rank, sharded over all ranks by FSDP2.
 
     Args:
-        config: Sizes of the model.
         seed: Seed of the initial weights. A different seed before a restore proves that the state
             comes from the checkpoint and not from the initialisation.
     """
-    config = config or ModelConfig()
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    model = Transformer(config)
+    model = Transformer()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -147,7 +116,7 @@ def start(config: ModelConfig | None = None, seed: int = 0) -> None:
             module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
-    _current[:] = [TrainingRun(config, model, optimizer, scheduler)]
+    _current[:] = [TrainingRun(model, optimizer, scheduler)]
 
 
 def current() -> TrainingRun:
@@ -170,7 +139,7 @@ def train(until_step: int) -> float:
     run = current()
     loss_value = float("nan")
     while run.step < until_step:
-        tokens = batch(run.config, run.step)
+        tokens = batch(run.step)
         logits = run.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         # Why: sums with zeros are exact, sums of partial gradients are not; see the module.
@@ -183,11 +152,11 @@ def train(until_step: int) -> float:
     return loss_value
 
 
-def batch(config: ModelConfig, step: int) -> torch.Tensor:
+def batch(step: int) -> torch.Tensor:
     """Returns the tokens of a step, (batch, context + 1), int64."""
     generator = torch.Generator().manual_seed(1_000_003 * (step + 1))
-    used = max(config.vocabulary // 16, 2)
-    tokens = torch.randint(used, (config.batch, config.context + 1), generator=generator)
+    used = max(VOCABULARY // 16, 2)
+    tokens = torch.randint(used, (BATCH, CONTEXT + 1), generator=generator)
     for i in range(2, tokens.shape[1], 2):
         tokens[:, i] = (3 * tokens[:, i - 1] + tokens[:, i - 2] + 7) % used
     return tokens

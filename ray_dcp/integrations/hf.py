@@ -11,8 +11,8 @@ from typing import Any, Literal
 from transformers import TrainerCallback, TrainerState
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.manager.collective_actions import RestoreReport
 from ray_dcp.manager.manager import CheckpointManager
-from ray_dcp.manager.restoring import RestoreReport
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import InvalidRequestError
 from ray_dcp.loading import load
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.steps import remove_folder
+from ray_dcp.manager.root_writer import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import save
@@ -145,18 +145,11 @@ class RayDcpCheckpointIO(CheckpointIO):
         self._raise_failures(wait=True)
 
     def _raise_failures(self, *, wait: bool) -> None:
-        errors: list[CheckpointError] = []
-        for handle in list(self._under_way):
-            if not wait and not handle.done():
-                continue
-            self._under_way.remove(handle)
-            error = handle.exception()
-            if isinstance(error, CheckpointError):
-                errors.append(error)
-            elif error is not None:
+        ended = [handle for handle in self._under_way if wait or handle.done()]
+        self._under_way = [handle for handle in self._under_way if handle not in ended]
+        for error in [handle.exception() for handle in ended]:
+            if error is not None:
                 raise error
-        if errors:
-            raise errors[0]
 
 
 def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:

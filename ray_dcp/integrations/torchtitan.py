@@ -161,10 +161,9 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         agree(
             session,
             f"{what} in {folder}",
-            None,
             finish,
+            options,
             timeout_s=options.write_timeout_s,
-            heartbeat_s=options.heartbeat_timeout_s,
             error=error,
         )
 
@@ -241,9 +240,8 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         return {**self._model().state_dict(), **others}
 
     def _exported_model(self) -> dict[str, Any]:
-        return {name: self._exported(value) for name, value in self._model().state_dict().items()}
-
-    def _exported(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        return value.to(_DTYPES[self._config.export_dtype])
+        dtype = _DTYPES[self._config.export_dtype]
+        return {
+            name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+            for name, value in self._model().state_dict().items()
+        }

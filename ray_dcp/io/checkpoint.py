@@ -440,10 +440,11 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
         decides = read_slots(storage).decides if decides is None else decides
         while (committed := _committed(decides)) is not None:
             try:
-                return _newest_native(storage, committed, metadata)
+                return _native(storage, committed, metadata)
             except DamagedCheckpointError:
-                # Why retried: `.metadata` was read at another moment than the records. It may
-                # belong to a later commit, or be a foreign one that two commits have replaced.
+                # Why retried: a newer commit may have replaced the table. `.metadata` was read at
+                # another moment than the records: it may belong to a later commit, or be a foreign
+                # one that two commits have replaced.
                 before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
                 decides = read_slots(storage).decides
                 if metadata == before and decides is not None and decides.slot <= committed.slot:
@@ -549,22 +550,14 @@ def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES
         return None
 
 
-def _newest_native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
-    """Reads the table of a manifest or, if it was garbage-collected, of the newer manifest."""
-    while True:
-        stale = is_stale(committed.slot, committed.manifest, metadata)
-        try:
-            table = verified_table(storage, committed.manifest)
-            found = Found("native", *committed, table, stale)
-            if stale and metadata is not None:
-                is_its = projects(metadata, committed.manifest.attempt, found.decoded())
-                return found._replace(metadata_is_stale=not is_its)
-            return found
-        except DamagedCheckpointError:
-            newer = newest_record(storage)
-            if newer is None or newer.slot <= committed.slot:
-                raise
-            committed = newer
+def _native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
+    """Reads the chunk table of a manifest, and compares its `.metadata`."""
+    stale = is_stale(committed.slot, committed.manifest, metadata)
+    found = Found("native", *committed, verified_table(storage, committed.manifest), stale)
+    if stale and metadata is not None:
+        is_its = projects(metadata, committed.manifest.attempt, found.decoded())
+        return found._replace(metadata_is_stale=not is_its)
+    return found
 
 
 def _committed(decides: Deciding | None) -> Committed | None:
@@ -576,8 +569,13 @@ def _committed(decides: Deciding | None) -> Committed | None:
 def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | None) -> Found:
     """Returns the checkpoint of a location without a valid manifest."""
     if decides is not None:
-        # Why read again: the delete may have removed the file after the first read.
-        metadata = _metadata_after_delete(storage, decides.record)
+        # Why read again: the delete may have removed the file after the first read. What it left
+        # is no checkpoint; what another program wrote since is one.
+        metadata = _read_or_none(storage, METADATA_KEY)
+        if metadata is not None and (
+            digest_bytes(metadata).hex() == decides.record.replaced_metadata or is_ours(metadata)
+        ):
+            metadata = None
     if metadata is not None:
         # Why only then: decoding costs 20 us per tensor, and stock DCP never writes this attribute.
         if ATTEMPT_ATTRIBUTE.encode() in metadata:
@@ -586,14 +584,6 @@ def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | No
     if plain_files(storage):
         return Found("safetensors", 0, b"")
     raise not_found(storage, decides)
-
-
-def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) -> bytes | None:
-    """Returns a `.metadata` that another program wrote after a delete; None for a leftover."""
-    data = _read_or_none(storage, METADATA_KEY)
-    if data is None or digest_bytes(data).hex() == record.replaced_metadata:
-        return None
-    return None if is_ours(data) else data
 
 
 def _opened(
@@ -684,7 +674,7 @@ def _exactly(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
     data = _read(storage, key, start, num_bytes) if num_bytes else b""
     if len(data) != num_bytes:
         expected = f"bytes [{start}, {start + num_bytes}) in {key}"
-        raise damaged(expected, f"only {len(data)}: it was cut off", key=key)
+        raise damaged(expected, f"{len(data)} of them: it was cut off", key=key)
     return data
 
 
@@ -877,7 +867,7 @@ class TableParts:
         found: dict[int, memoryview] = {}
         # Adjacent groups are read together.
         for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
-            spans = [(number, *self._table.span(number)) for _, number in run]
+            spans = [(n, *self._table.index.start[n : n + 2].tolist()) for _, n in run]
             first, end = spans[0][1], spans[-1][2]
             key = self._manifest.table.key
             known = self._known[first:end] or _exactly(self._storage, key, first, end - first)

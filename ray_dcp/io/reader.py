@@ -183,7 +183,7 @@ def read_stored(storage: Storage, key: str, start: int, view: memoryview) -> Non
         if found is None or found >= start + len(view):
             raise
         expected = f"bytes [{start}, {start + len(view)}) in {key}"
-        raise damaged(expected, f"only {found}: it was cut off", key=key) from exc
+        raise damaged(expected, f"a file of {found} bytes: it was cut off", key=key) from exc
 
 
 _HEAD_BYTES = 4096

@@ -330,21 +330,10 @@ def bytes_asked(share: RankShare, reads: Reads) -> Int64Array:
     for number in np.unique(share.file).tolist():
         own = slice(*np.searchsorted(share.file, [number, number + 1]).tolist())
         rows = file == number
-        a, b = low[rows], high[rows]
-        bounds = np.stack([share.low[own], share.high[own]])
-        # Bytes read before each bound: sum over the reads of min(bound, high) - min(bound, low).
-        before = [_asked_before(a, b, place) for place in bounds]
-        asked[own] = before[1] - before[0]
+        start, stop = low[rows][:, None], high[rows][:, None]
+        common = np.minimum(stop, share.high[own]) - np.maximum(start, share.low[own])
+        asked[own] = np.maximum(common, 0).sum(axis=0)
     return asked
-
-
-def _asked_before(low: Int64Array, high: Int64Array, place: Int64Array) -> Int64Array:
-    found = np.zeros(len(place), np.int64)
-    for values, sign in ((np.sort(high), 1), (np.sort(low), -1)):
-        total = np.concatenate([[0], np.cumsum(values)])
-        under = np.searchsorted(values, place)
-        found += sign * (total[under] + (len(values) - under) * place)
-    return found
 
 
 KEPT_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -30,45 +30,30 @@ class Stop:
     """Signals to tasks that another task has failed and that they should end. Thread-safe."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._to_wake: list[threading.Event] = []
+        self.failed: Future[None] = Future()
+        """Ends with the error of the first task that fails."""
 
     @property
     def asked(self) -> bool:
         """Whether a task has failed."""
-        return self._event.is_set()
+        return self.failed.done()
 
     @property
     def error(self) -> BaseException | None:
         """The error of the first failed task; None if none has failed."""
-        return self._error
+        return self.failed.exception() if self.asked else None
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until a task has failed or the timeout passes; returns whether one has failed."""
-        return self._event.wait(timeout_s)
+        wait([self.failed], timeout_s)
+        return self.asked
 
     def because(self, error: BaseException) -> None:
         """Requests a stop, and records the error unless there is an earlier one."""
         with self._lock:
-            if self._error is None:
-                self._error = error
-            self._event.set()
-            for event in self._to_wake:
-                event.set()
-
-    def wakes(self, event: threading.Event) -> None:
-        """Registers an event that is set on a stop request, or at once after one."""
-        with self._lock:
-            self._to_wake.append(event)
-            if self.asked:
-                event.set()
-
-    def forget(self, event: threading.Event) -> None:
-        """Unregisters an event of `wakes`."""
-        with self._lock:
-            self._to_wake.remove(event)
+            if not self.asked:
+                self.failed.set_exception(error)
 
 
 def run_tasks(
@@ -204,13 +189,11 @@ def run_within(
         >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())
         42
     """
-    wake = threading.Event()
     ended: Future[T] | None = None
-    stop.wakes(wake)
     try:
         ended = begin(work, "ray_dcp in time")
-        ended.add_done_callback(lambda _: wake.set())
-        wake.wait(within_s)
+        either: list[Future[Any]] = [ended, stop.failed]
+        wait(either, within_s, FIRST_COMPLETED)
         if not ended.done() and not stop.asked:
             stop.because(overdue())
     except BaseException as error:
@@ -218,8 +201,6 @@ def run_within(
         if ended is not None:
             wait([ended], unwind_s)
         raise
-    finally:
-        stop.forget(wake)
     wait([ended], unwind_s)
     if not ended.done() or (ended.exception() is not None and stop.error is not None):
         raise stop.error or overdue()

@@ -36,9 +36,9 @@ from ray_dcp.core.checksums import (
     digest_bytes,
     end_checks,
 )
-from ray_dcp.core.values import FilePlan, RankPlan, group_rows
+from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
-from ray_dcp.format.torch_items import torch_save_frame
+from ray_dcp.format.torch_items import frames_of
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import (
@@ -71,12 +71,7 @@ def _framed(plan: FilePlan, key: str) -> tuple[list[int], list[bytes], list[byte
     Raises:
         InternalError: The frames do not fit the planned offsets.
     """
-    first, frame = group_rows([plan.dtype, plan.ndim, *plan.size.T])
-    columns = (plan.dtype[first], plan.ndim[first], plan.size[first])
-    distinct = [
-        torch_save_frame(plan.dtypes[dtype], tuple(size[:ndim]))
-        for dtype, ndim, size in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    distinct, frame = frames_of(plan.dtypes, plan.dtype, plan.ndim, plan.size)
     headers = [distinct[one].header for one in frame.tolist()]
     footers = [distinct[one].footer for one in frame.tolist()]
     header_bytes = np.fromiter(map(len, headers), np.int64)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+from ray_dcp.manager.collective_actions import RestoreReport, SavedStep
 from ray_dcp.manager.manager import CheckpointManager
-from ray_dcp.manager.restoring import RestoreReport, SavedStep
-from ray_dcp.manager.retention import (
+from ray_dcp.manager.policies import (
+    AllOf,
+    AnyOf,
+    AtSteps,
     BestN,
+    EveryMinutes,
+    EveryOptimal,
+    EverySteps,
     KeepAllOf,
     KeepAnyOf,
     KeepEveryHours,
     KeepEverySteps,
     KeepNot,
     LatestN,
-    RetentionPolicy,
-    StepFacts,
-)
-from ray_dcp.manager.save_policy import (
-    AllOf,
-    AnyOf,
-    AtSteps,
-    EveryMinutes,
-    EveryOptimal,
-    EverySteps,
     Not,
     OnPreemption,
+    RetentionPolicy,
     SaveFacts,
     SavePolicy,
+    StepFacts,
 )
 from ray_dcp.manager.settings import Item
 from ray_dcp.manager.step_export import StepExport

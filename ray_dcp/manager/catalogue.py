@@ -28,11 +28,11 @@ from ray_dcp.format.step_info import (
     recorded_in,
 )
 from ray_dcp.io.records import fence, highest_record, info_below, read_slots
-from ray_dcp.manager.retention import StepFacts
+from ray_dcp.manager.policies import StepFacts
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.run_listing import folders_in, look_into
+from ray_dcp.view.run_listing import OUR_FILE, folders_in, look_into
 
 FOLDER = SHARED_FOLDER
 Opener = Callable[[Target], Storage]
@@ -79,7 +79,6 @@ class Root:
         return fence(self.shared, self.open, reason, step)
 
 
-_OURS = re.compile(r"__\d+_\d+\..+\.distcp")
 _LEASE = re.compile(rf"{READING}(\d{{1,18}})\..+")
 
 logger = logging.getLogger(__name__)
@@ -262,7 +261,7 @@ def _look_into(
         elif key.startswith("step-info-"):
             infos.append(info_slot(key))
         elif key.endswith(".distcp"):
-            is_ours = is_ours or _OURS.fullmatch(key.rpartition("/")[2]) is not None
+            is_ours = is_ours or OUR_FILE.fullmatch(key.rpartition("/")[2]) is not None
         elif key.startswith("chunks."):
             tables.append(key)
         elif key == ".metadata":

@@ -1,13 +1,13 @@
-"""`CollectiveActions`: what the ranks of a manager do together. They decide, save and commit.
+"""`CollectiveActions`: what the ranks of a manager do together: decide, save, commit and restore.
 
-All ranks call every method in the same order. `restoring` has restores.
+All ranks call every method in the same order.
 
 `agree` makes one decision for all ranks: each rank sends its facts to rank 0, which sends its
 decision to all. This takes two exchanges through the session, and none if there is one rank. No
 rank decides by its own clock, signals or scan of the storage.
 
-`Finisher` waits for asynchronous saves in a thread, in the order of their calls, and returns their
-outcomes in that order.
+Rank 0 decides which steps a restore tries, and in which order. `RestoreReport` names the restored
+one.
 """
 
 from __future__ import annotations
@@ -16,49 +16,58 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from ray_dcp import events
 from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.commit_protocol.attempts import Decision, Fenced, Lost, Open, Won
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.error_aggregation import exchanged
-from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request
-from ray_dcp.core.processes import start_thread
+from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request, Target
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CommitUnknownError,
-    LimitError,
+    DamagedCheckpointError,
+    InvalidRequestError,
     SaveSkippedError,
     StorageError,
 )
 from ray_dcp.events import contained
-from ray_dcp.format.manifest import Manifest
 from ray_dcp.io.records import read_slots
-from ray_dcp.io.threads import begin
-from ray_dcp.manager.catalogue import Root
+from ray_dcp.loading import run_load
+from ray_dcp.manager.background import Finisher, in_time
+from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step
+from ray_dcp.manager.leases import ReaderLease
+from ray_dcp.manager.policies import (
+    Mode,
+    RetentionPolicy,
+    SaveFacts,
+    asks_only_the_step,
+    best_of,
+    rankings,
+)
 from ray_dcp.manager.preemption import Preemption
-from ray_dcp.manager.root_writer import Writer
-from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
-from ray_dcp.manager.settings import Settings, states_of
-from ray_dcp.manager.steps import StepTarget
-from ray_dcp.options import SaveOptions
+from ray_dcp.manager.root_writer import StepTarget, Writer
+from ray_dcp.manager.settings import Item, Settings, states_of
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.runtime.rank_save import decided_on_rank_0, result_or_error
 from ray_dcp.runtime.tasks import outcome, perform, settle
-from ray_dcp.saving import RankSession, run_save
+from ray_dcp.saving import RankSession, check_options, run_save
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
-from ray_dcp.torch_adapter.dispatch import decide_save
-from ray_dcp.torch_adapter.results import OperationLog
+from ray_dcp.torch_adapter.dispatch import decide_load, decide_save
+from ray_dcp.torch_adapter.results import LoadReport, OperationLog
 from ray_dcp.view.progress import ShowProgress
+from ray_dcp.view.wording import seconds_text, size_text
 
 T = TypeVar("T")
 
@@ -66,34 +75,14 @@ ASK_AGAIN_S = (0.0, 0.5, 2.0)
 """Pauses before the storage is queried for an unknown outcome, in seconds."""
 
 
-def in_time(timeout_s: float, what: str, work: Callable[[], T]) -> T:
-    """Returns the result of work that may hang in the storage; abandons it after a timeout.
-
-    Args:
-        timeout_s: Timeout, in seconds.
-        what: Description of the work, for the error.
-        work: Runs in a thread.
-
-    Raises:
-        StorageError: The timeout expired.
-    """
-    done = begin(work, "ray_dcp manager decides")
-    if not wait([done], timeout_s).done:
-        raise StorageError(
-            f"expected the storage to answer within {timeout_s:g} s, but {what} still waits for "
-            f"it, and is left to itself. Look after the storage, or raise plan_timeout_s"
-        )
-    return done.result()
-
-
 def agree(
     session: RankSession,
     what: str,
-    facts: Any,
     decide: Callable[[Sequence[Any]], Any],
+    options: SaveOptions,
     *,
-    timeout_s: float,
-    heartbeat_s: float,
+    facts: Any = None,
+    timeout_s: float | None = None,
     error: CheckpointError | None = None,
     key: OpKey | None = None,
 ) -> Any:
@@ -102,11 +91,12 @@ def agree(
     Args:
         session: Session of this rank.
         what: Description of the decision, the same on all ranks.
-        facts: Facts of this rank, serializable as JSON.
         decide: Called on rank 0 alone, with the facts by rank; its result must be serializable as
             JSON.
-        timeout_s: Deadline for all ranks to join, in seconds.
-        heartbeat_s: Silence after which a rank counts as frozen, in seconds.
+        options: Have the heartbeat timeout.
+        facts: Facts of this rank, serializable as JSON.
+        timeout_s: Deadline for all ranks to join, in seconds; `plan_timeout_s` of the options if
+            None.
         error: Why this rank can't take part; reported to all ranks.
         key: Key of this operation, if the session has issued it already.
 
@@ -115,6 +105,7 @@ def agree(
         RankDisagreementError: The ranks make different decisions.
     """
     rank, world_size = session.rank, session.world_size
+    timeout_s = options.plan_timeout_s if timeout_s is None else timeout_s
     if world_size == 1:
         if error is not None:
             raise error
@@ -133,165 +124,202 @@ def agree(
         request = Exchange(second, rank, world_size, f"{what}: decided", {}, 2 * timeout_s)
         return (yield from decided_on_rank_0(request, decided, what))
 
-    with session.activity(heartbeat_s, key) as activity:
+    with session.activity(options.heartbeat_timeout_s, key) as activity:
         return drive(exchanges(activity.next_key(), activity.next_key()), activity.call)
 
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The outcome of an asynchronous save."""
+Wanted = int | Literal["latest", "best", "auto"]
+MOST_TRIED = 100
+"""Maximum number of steps that `auto` tries."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedStep:
+    """A committed step."""
 
     step: int
-    error: CheckpointError | None = None
-    """Why the step is not committed, the same on all ranks; None if it is committed."""
-    created_s: float | None = None
-    """Time of the plan by the coordinator's clock, the same on all ranks; None if the step consists
-    of named items."""
+    checkpoint_id: str
+    """Path or URL of its folder."""
+    created_s: float
+    """Time of the save by the clock of rank 0, in seconds since the epoch; 0 for checkpoints of
+    stock DCP."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The user's metadata."""
+    tags: frozenset[str] = frozenset()
+    items: tuple[str, ...] = ()
+    """Names of its items; empty for a step of one state."""
 
 
-class Finisher:
-    """Waits for asynchronous saves, one after the other, in a thread that runs while there are any.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RestoreReport:
+    """The result of `CheckpointManager.restore` on this rank."""
 
-    Args:
-        on_end: Called in the thread with the outcome of each save.
-    """
+    step: int
+    """The restored step."""
+    checkpoint_id: str
+    """Path or URL of its folder."""
+    reports: Mapping[str, LoadReport]
+    """The report of each item by name; that of a step of one state is under ""."""
+    skipped: tuple[tuple[int, CheckpointError], ...] = ()
+    """`(step, error)` of newer steps that `auto` could not load, newest first; equal on all
+    ranks."""
 
-    def __init__(self, on_end: Callable[[Ended], object] | None = None) -> None:
-        self._on_end = on_end
-        self._waiting: deque[tuple[int, Callable[[], float | None]]] = deque()
-        self._ended: deque[Ended] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, step: int, finish: Callable[[], float | None]) -> None:
-        """Adds a save whose bytes are staged.
-
-        Args:
-            step: The step.
-            finish: Waits for the end of the save; returns `Ended.created_s`, or raises the reason
-                why the step is not committed.
-        """
-        with self._changed:
-            self._waiting.append((step, finish))
-            if self._thread is not None:
-                return
-            # Suppressed: if no thread can be started, this one waits.
-            with suppress(LimitError):
-                self._thread = start_thread(self._run, "ray_dcp manager")
-                return
-        self._run()
-
-    def wait_for(self, step: int) -> None:
-        """Waits until no save of a step is in progress."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(one != step for one, _ in self._waiting))
-
-    def ended(self, leave: int = 0) -> list[Ended]:
-        """Waits for the oldest saves, and returns their outcomes in the order of the calls.
-
-        The result depends only on the calls, so that it is the same on all ranks:
-
-            saves, oldest first   1  2  3  4  5        (1 was returned before)
-            ended(leave=2)           2  3
-
-        Args:
-            leave: Number of the newest saves that are not waited for, and left to a later call.
-        """
-        with self._changed:
-            count = max(0, len(self._ended) + len(self._waiting) - leave)
-            self._changed.wait_for(lambda: len(self._ended) >= count)
-            return [self._ended.popleft() for _ in range(count)]
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                step, finish = self._waiting[0]
-            ended = self._finish(step, finish)
-            with self._changed:
-                self._ended.append(ended)
-                self._waiting.popleft()
-                self._changed.notify_all()
-
-    def _finish(self, step: int, finish: Callable[[], float | None]) -> Ended:
-        try:
-            ended = Ended(step, created_s=finish())
-        except CheckpointError as error:
-            error.step = step if error.step is None else error.step
-            ended = Ended(step, error)
-        except Exception as error:  # noqa: BLE001 - `ended` returns it
-            failed = CheckpointError(
-                f"the save of step {step} failed: {type(error).__name__}: {error}", step=step
-            )
-            failed.__cause__ = error
-            ended = Ended(step, failed)
-        try:
-            if self._on_end is not None:
-                self._on_end(ended)
-        except Exception:
-            logger.exception("After the end of the save of step %d", step)
-        return ended
-
-
-class CollectiveActions:
-    """One rank's part in what the ranks of a manager do together.
-
-    Args:
-        root: The root.
-        settings: Settings of the manager.
-        writer: Decides on rank 0; other ranks only scan the storage with it.
-        preemption: Preemption notices of this process.
-        session: Returns the session of this rank; all ranks create it in the first call.
-        on_end: Called with the outcome of each asynchronous save, in a thread.
-
-    Attributes:
-        finisher: Waits for asynchronous saves.
-    """
-
-    def __init__(
-        self,
-        root: Root,
-        settings: Settings,
-        writer: Writer,
-        preemption: Preemption,
-        session: Callable[[], RankSession],
-        on_end: Callable[[Ended], object] | None = None,
-    ) -> None:
-        self.root = root
-        self.settings = settings
-        self.writer = writer
-        self.session = session
-        self.finisher = Finisher(on_end)
-        self._preemption = preemption
-        self._wait: Callable[[float], object] = time.sleep
-
-    def agree(
-        self,
-        what: str,
-        decide: Callable[[Sequence[Any]], Any],
-        *,
-        facts: Any = None,
-        error: CheckpointError | None = None,
-        key: OpKey | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Returns the decision of rank 0; see the function `agree`."""
-        options = self.settings.options
-        return agree(
-            self.session(),
-            f"{what} in {self.root.url}",
-            facts,
-            decide,
-            timeout_s=options.plan_timeout_s if timeout_s is None else timeout_s,
-            heartbeat_s=options.heartbeat_timeout_s,
-            error=error,
-            key=key,
+    def __repr__(self) -> str:
+        items = ", ".join(name for name in self.reports if name)
+        read = size_text(sum(one.bytes_read for one in self.reports.values()))
+        took = seconds_text(sum(sum(one.seconds.values()) for one in self.reports.values()))
+        skipped = ", ".join(f"{step} ({type(error).__name__})" for step, error in self.skipped)
+        return (
+            f"RestoreReport(step {self.step}, {self.checkpoint_id!r}, "
+            f"{f'items {items}, ' if items else ''}{read} read in {took}"
+            f"{f', skipped {skipped}' if skipped else ''})"
         )
+
+    @property
+    def report(self) -> LoadReport:
+        """The report of a step of one state, or of the first item."""
+        return next(iter(self.reports.values()))
+
+
+def best_step_of(
+    catalogue: Catalogue,
+    retention: RetentionPolicy | None,
+    metric: str | None = None,
+    mode: Mode | None = None,
+) -> int | None:
+    """Returns the committed step with the best value of a metric; None if no step has it.
+
+    Args:
+        catalogue: The committed steps.
+        retention: Policy whose `BestN` gives the metric and the mode by default.
+        metric: Name of the metric.
+        mode: Whether the lowest or the highest value is the best; "min" if nothing gives it.
+
+    Raises:
+        InvalidRequestError: No metric is given, and the policy does not have exactly one `BestN`.
+    """
+    ranked = {(one.metric, one.mode) for one in rankings(retention)}
+    if metric is None:
+        if len(ranked) != 1:
+            known = sorted({name for facts in catalogue.facts() for name in facts.metrics})
+            raise InvalidRequestError(
+                f"the best step by which metric? Give best_step(metric, mode), or a retention with "
+                f"one BestN. The steps have the metrics {', '.join(known) or 'none'}",
+                key="metric",
+            )
+        ((metric, own_mode),) = ranked
+    else:
+        own_mode = dict(ranked).get(metric, "min")
+    best = best_of(catalogue.facts(), metric, mode or own_mode)
+    return best[0].step if best else None
+
+
+def candidates(
+    wanted: Wanted, catalogue: Catalogue, retention: RetentionPolicy | None, url: str
+) -> list[StepFound]:
+    """Returns the steps to try, in order.
+
+    Args:
+        wanted: The requested step.
+        catalogue: The committed steps.
+        retention: Policy of the manager, which defines the best step.
+        url: Path or URL of the root.
+
+    Raises:
+        CheckpointNotFoundError: There is no such step.
+        InvalidRequestError: The best step is not defined.
+    """
+    steps = catalogue.steps
+    if wanted == "auto":
+        chosen = list(reversed(steps.values()))[:MOST_TRIED]
+    elif wanted == "latest":
+        chosen = list(steps.values())[-1:]
+    elif wanted == "best":
+        best = best_step_of(catalogue, retention)
+        chosen = [] if best is None else [steps[best]]
+    else:
+        chosen = [steps[wanted]] if wanted in steps else []
+    if chosen:
+        return chosen
+    there = [str(step) for step in steps]
+    more = f" (and {len(there) - _SHOWN} earlier ones)" if len(there) > _SHOWN else ""
+    found = f"steps {', '.join(there[-_SHOWN:])}{more}"
+    if not there:
+        found = "no committed step: check the path, or begin anew where latest_step() is None"
+    what = {"auto": "a step", "latest": "a step", "best": "a step with the metric"}
+    step = wanted if isinstance(wanted, int) else None
+    raise CheckpointNotFoundError(
+        f"expected {what.get(str(wanted), f'step {wanted}')} in {url}, found {found}",
+        checkpoint_id=url,
+        step=step,
+    )
+
+
+def targets_of(
+    folder: Target, saved: Mapping[str, str], settings: Settings, state_dict: Any, step: int
+) -> list[tuple[str, Item, Target, Any]]:
+    """Returns the loads of a step: name and settings of the item, source and state dict.
+
+    Args:
+        folder: Folder of the step.
+        saved: Folder of each item of the step; empty for a step of one state.
+        settings: Settings of the manager.
+        state_dict: As given to `restore`.
+        step: Number of the step.
+
+    Raises:
+        InvalidRequestError: The step does not consist of the items that the manager expects.
+    """
+    items = settings.named
+    if not items and not saved:
+        return [("", settings.items[""], folder, state_dict)]
+    if not items or not saved:
+        there = f"the items {', '.join(sorted(saved))}" if saved else "one state without items"
+        named = ", ".join(f"{name!r}: Item()" for name in sorted(saved))
+        way_out = f"make the manager with{f' items={{{named}}}' if saved else 'out items='}"
+        raise InvalidRequestError(f"step {step} consists of {there}; {way_out}", step=step)
+    unknown = sorted(map(str, state_dict.keys() - saved.keys()))
+    if unknown or not state_dict:
+        raise InvalidRequestError(
+            f"step {step} has the items {', '.join(sorted(saved))}, but state_dict asks for "
+            f"{', '.join(unknown) or 'none'}; ask for any of those that it has",
+            step=step,
+        )
+    return [
+        (name, items.get(name, Item()), place_below(folder, saved[name]), state_dict[name])
+        for name in sorted(saved)
+        if name in state_dict
+    ]
+
+
+MOST_LOOKS = 20
+"""How often a step is chosen again because it was deleted before it was protected."""
+
+
+@dataclass
+class CollectiveActions:
+    """One rank's part in what the ranks of a manager do together."""
+
+    root: Root
+    settings: Settings
+    writer: Writer
+    """Decides on rank 0; other ranks only scan the storage with it."""
+    preemption: Preemption
+    """Preemption notices of this process."""
+    session: Callable[[], RankSession]
+    """Returns the session of this rank; all ranks create it in the first call."""
+    finisher: Finisher
+    """Waits for asynchronous saves."""
+
+    def agree(self, what: str, decide: Callable[[Sequence[Any]], Any], **more: Any) -> Any:
+        """Returns the decision of rank 0; see the function `agree`."""
+        where = f"{what} in {self.root.url}"
+        return agree(self.session(), where, decide, self.settings.options, **more)
 
     def should_save(self, step: int) -> bool:
         """Returns whether a step is due, the same on all ranks.
@@ -307,7 +335,7 @@ class CollectiveActions:
             self.agree(
                 f"whether step {step} is due",
                 lambda preempted: self.writer.due(step, any(preempted)),
-                facts=self._preemption.is_told,
+                facts=self.preemption.is_told,
             )
         )
 
@@ -328,9 +356,9 @@ class CollectiveActions:
         Raises:
             CheckpointError: The ranks could not agree.
         """
-        told = self.agree(f"preemption at step {step}", any, facts=self._preemption.is_told)
+        told = self.agree(f"preemption at step {step}", any, facts=self.preemption.is_told)
         if told:
-            self._preemption.tell()
+            self.preemption.tell()
         return bool(told)
 
     def save(
@@ -418,16 +446,16 @@ class CollectiveActions:
         # Why now: operations must be numbered in the order of the calls, which threads don't keep.
         key = self.session().next_key() if self.settings.named else None
 
-        def finish() -> float | None:
+        def finish() -> None:
             with self._recorded(place):
                 for error in [handle.exception() for handle in handles]:
                     if error is not None and not isinstance(error, CommitUnknownError):
                         raise error
-                created_s = [self._created_s(handle) for handle in handles]
+                for handle in handles:
+                    self._check_committed(handle)
                 self._commit(place, key)
-            return None if self.settings.named else created_s[0]
 
-        self.finisher.add(step, finish)
+        self.finisher.add(step, place.created_s, finish)
         return True
 
     def _staged(
@@ -450,32 +478,28 @@ class CollectiveActions:
                 raise
         return handles
 
-    def _created_s(self, handle: SaveHandle) -> float | None:
-        """Returns the time of a save's plan; queries the storage if its outcome is unknown.
+    def _check_committed(self, handle: SaveHandle) -> None:
+        """Waits for the end of a save; queries the storage if its outcome is unknown.
 
         Raises:
             CheckpointError: The checkpoint is not committed.
             CommitUnknownError: The storage does not know the outcome either.
         """
         try:
-            return getattr(handle.result(), "created_s", None)
+            handle.result()
         except CommitUnknownError as unknown:
-            error, url = unknown, handle.checkpoint_id
-        target = replace(self.root.target, url=url)
-        for pause_s in ASK_AGAIN_S:
-            self._wait(pause_s)
-            found = ""
-            with suppress(CheckpointError):
-                found = outcome(target, error.attempt)
+            url, found = handle.checkpoint_id, ""
+            for pause_s in ASK_AGAIN_S:
+                time.sleep(pause_s)
+                with suppress(CheckpointError):
+                    found = outcome(replace(self.root.target, url=url), unknown.attempt)
                 if found == "committed":
-                    records = read_slots(self.root.opener(target)).records.values()
-                    manifests = [one for one in records if isinstance(one, Manifest)]
-                    return next(
-                        (one.created_s for one in manifests if one.attempt == error.attempt), None
-                    )
-            if found == "aborted":
-                raise CheckpointError(f"It was aborted: {error.message}", checkpoint_id=url)
-        raise error
+                    return
+                if found == "aborted":
+                    raise CheckpointError(
+                        f"It was aborted: {unknown.message}", checkpoint_id=url
+                    ) from unknown
+            raise
 
     def _begin(
         self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]
@@ -493,18 +517,18 @@ class CollectiveActions:
         )
         left = threading.Event()
 
-        def decide(preempted: Sequence[bool]) -> tuple[str, int, int, str] | None:
+        def decide(preempted: Sequence[bool]) -> Mapping[str, Any] | None:
             told = any(preempted)
             if not self.writer.due(step, told, force=force):
                 return None
             place = self.writer.begin(
                 step, preempted=told, wanted=lambda: not left.is_set(), **details
             )
-            return place.name, place.last_slot, place.number, place.attempt
+            return vars(place)
 
         try:
             decided = self.agree(
-                f"saving step {step}", decide, facts=self._preemption.is_told, error=error
+                f"saving step {step}", decide, facts=self.preemption.is_told, error=error
             )
         except BaseException:
             left.set()
@@ -512,7 +536,7 @@ class CollectiveActions:
             raise
         if decided is None:
             return None, {}
-        return StepTarget(step, *decided), states or {}
+        return StepTarget(**decided), states or {}
 
     def _run_item(
         self,
@@ -624,6 +648,150 @@ class CollectiveActions:
                 if self.session().rank == 0:
                     finish = partial(self.writer.finish, place, committed, no_space=no_space)
                     in_time(self.settings.options.commit_timeout_s, what, finish)
+
+    # Restoring
+
+    def restore(
+        self,
+        wanted: Wanted,
+        state_dict: Mapping[str, Any],
+        options: LoadOptions | None,
+        progress: ShowProgress = False,
+    ) -> RestoreReport:
+        """Loads a step into a state dict, in place; see `CheckpointManager.restore`.
+
+        Args:
+            wanted: The requested step.
+            state_dict: Values to fill.
+            options: Options of the load; those of the item if None.
+            progress: As for `load`.
+        """
+        is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
+        if not is_number and wanted not in ("latest", "best", "auto"):
+            raise InvalidRequestError(
+                f"expected a step, 'latest', 'best' or 'auto', but found {wanted!r}", key="step"
+            )
+        check_options(options, LoadOptions)
+        with ExitStack() as leases:
+
+            def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
+                return [
+                    (one.step, one.name, {} if one.info is None else dict(one.info.items))
+                    for one in self._chosen(wanted, leases)
+                ]
+
+            told = self.agree(f"which step is {wanted!r}", decide)
+            tries = {step: (self.root.below(name), saved) for step, name, saved in told}
+            overwritten: defaultdict[str, set[str]] = defaultdict(set)
+
+            def load(step: int, is_late: bool = False) -> dict[str, LoadReport]:
+                parts = targets_of(*tries[step], self.settings, state_dict, step)
+                return self._load(step, parts, options, overwritten, is_late, progress)
+
+            if wanted == "auto":
+                step, reports, skipped = self._load_first(list(tries), load)
+            else:
+                (step,) = tries
+                reports, skipped = load(step), []
+        paths = tuple((tries[number][0].url, error) for number, error in skipped)
+        return RestoreReport(
+            step=step,
+            checkpoint_id=tries[step][0].url,
+            reports={
+                part: replace(report, step=step, skipped=paths) for part, report in reports.items()
+            },
+            skipped=tuple(skipped),
+        )
+
+    def _chosen(self, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
+        """Returns the steps to try, after protecting the first one from deletion. On rank 0."""
+        left = threading.Event()
+        leases.callback(left.set)
+        for _ in range(MOST_LOOKS):
+            found = candidates(wanted, self.writer.look(), self.settings.kept, self.root.url)
+            first = found[0]
+            lease = ReaderLease(self.root, first.step, lease_s=self.settings.lease_s)
+            try:
+                leases.enter_context(lease)
+                if left.is_set():  # The caller has stopped waiting.
+                    leases.close()
+                if lease.unsure:
+                    logger.warning("%s", lease.unsure)
+            except StorageError as error:
+                # Why not raised: a process with read-only access can load, without protection.
+                logger.info("Step %d is read without a lease: %s", first.step, error)
+                return found
+            # Why again: the step may have been deleted before the lease was written.
+            if look_at_step(self.root, first.name, first.step) is not None:
+                return found
+            lease.__exit__()
+        raise StorageError(
+            f"{self.root.url} was deleted from {MOST_LOOKS} times while a step was looked for: "
+            f"who deletes there all the time? Try again when that is over",
+            checkpoint_id=self.root.url,
+        )
+
+    def _load(
+        self,
+        step: int,
+        parts: Sequence[tuple[str, Item, Target, Any]],
+        options: LoadOptions | None,
+        overwritten: Mapping[str, set[str]],
+        is_late: bool,
+        progress: ShowProgress,
+    ) -> dict[str, LoadReport]:
+        """Loads the items of a step; see `run_load` about what was `overwritten`."""
+        reports: dict[str, LoadReport] = {}
+        try:
+            for part, item, path, state in parts:
+                chosen, planner = options or item.load_options, item.planner_for_load()
+                with OperationLog("load", checkpoint_id=path, planner=planner) as log:
+                    reports[part] = run_load(
+                        decide_load(planner, None, path),
+                        self.session(),
+                        state,
+                        with_time_to_join(chosen) if is_late else chosen,
+                        path,
+                        overwritten=overwritten[part],
+                        log=log,
+                        progress=progress,
+                    )
+        except CheckpointError as error:
+            for part, report in reports.items():
+                overwritten[part].update(report.loaded)
+            error.step = step if error.step is None else error.step
+            raise
+        return reports
+
+    def _load_first(
+        self, steps: Sequence[int], load: Callable[[int, bool], dict[str, LoadReport]]
+    ) -> tuple[int, dict[str, LoadReport], list[tuple[int, CheckpointError]]]:
+        """Loads the first step that can be loaded; returns also the skipped ones."""
+
+        def load_one(step: int, is_late: bool) -> Generator[Request, Reply, dict[str, LoadReport]]:
+            yield from ()  # `load` makes its own requests.
+            return load(step, is_late)
+
+        found, skipped = drive(first_that_loads(steps, load_one), self.session().call)
+        if found is None:
+            told = "; ".join(f"step {step}: {error.message}" for step, error in skipped)
+            raise DamagedCheckpointError(
+                f"expected a step that can be loaded, but none of {len(skipped)} step(s) in "
+                f"{self.root.url} can be loaded: {told}. The state dict may hold parts of what was "
+                f"tried. `ray-dcp verify` lists all the damage",
+                checkpoint_id=self.root.url,
+            )
+        if skipped and self.session().rank == 0:
+            with self.writer.lock:
+                self.writer.damaged.update(number for number, _ in skipped)
+            for number, error in skipped:
+                events.warn(
+                    f"Restored step {found[0]} of {self.root.url} instead of the newer step "
+                    f"{number}, which can't be loaded: {error}. It neither counts for retention "
+                    f"nor is it deleted, and may be saved again; look at it with `ray-dcp verify`",
+                    stacklevel=4,
+                )
+        return *found, skipped
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:

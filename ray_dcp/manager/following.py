@@ -24,7 +24,7 @@ from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import RecordedMetric, metrics_of, recorded_in
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
 from ray_dcp.manager.leases import LEASE_S, ReaderLease
-from ray_dcp.manager.retention import check_metrics
+from ray_dcp.manager.policies import check_metrics
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view

@@ -30,7 +30,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ray_dcp.core.processes import OwnProcess, start_thread
+from ray_dcp.core.processes import OwnProcess, pid_namespace, start_thread
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
 from ray_dcp.io.records import freeing, keep_reserve
@@ -96,16 +96,9 @@ class LeaseHolder:
 
 def this_process() -> LeaseHolder:
     """Returns the identity of this process, with a new nonce."""
-    host = socket.gethostname()
-    boot = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    space = ""
-    with suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")
-    pid = os.getpid()
-    started = _started(pid) or ""
-    return LeaseHolder(f"{host} {boot} {space}", pid, started, host, secrets.token_hex(6))
+    host, pid = socket.gethostname(), os.getpid()
+    machine = f"{host} {pid_namespace().replace('/', ' ')}"
+    return LeaseHolder(machine, pid, _started(pid) or "", host, secrets.token_hex(6))
 
 
 def _started(pid: int) -> str | None:
@@ -196,9 +189,6 @@ class WriterLease:
         lease_s: Time without a renewal after which a holder on another machine counts as dead, in
             seconds.
         holder: Identity of the holder; this process by default.
-        wait: Waits for a number of seconds.
-        beats: Whether a thread renews the lease, so that other machines see that this process is
-            alive.
 
     Attributes:
         failures: Number of earlier holders that ended without releasing the lease.
@@ -212,14 +202,10 @@ class WriterLease:
         *,
         lease_s: float = LEASE_S,
         holder: LeaseHolder | None = None,
-        wait: Callable[[float], object] | None = None,
-        beats: bool = True,
     ) -> None:
         self._root = root
         self._lease_s = lease_s
         self._holder = replace(holder or this_process(), root=root.url)
-        self._wait = wait or threading.Event().wait
-        self._beats = beats
         self._stop: Callable[[], None] = lambda: None
         self._number = 0
         self.failures = 0
@@ -263,7 +249,7 @@ class WriterLease:
                 continue
             if has_failed:
                 logger.info("%s was written by %s, which has ended", self._root.url, holder)
-            if self._beats and storage.traits.shared:
+            if storage.traits.shared:
                 self._stop = renewed(partial(self._beat, number + 1), self._lease_s / _BEATS)
             self._number = number + 1
             self._remove_older(storage)
@@ -366,7 +352,7 @@ class WriterLease:
         )
         first = read_if_there(storage, _name(number, "beat"))
         for _ in range(_BEATS + 1):
-            self._wait(self._lease_s / _BEATS)
+            time.sleep(self._lease_s / _BEATS)
             if read_if_there(storage, _name(number, "beat")) != first:
                 return True
         return False
@@ -407,8 +393,6 @@ class ReaderLease:
         lease_s: Time without a renewal after which a reader on another machine counts as dead, in
             seconds.
         holder: Identity of the reader; this process by default.
-        beats: Whether a thread renews the lease, so that other machines see that this process is
-            alive.
 
     Attributes:
         unsure: Why the step may be deleted nevertheless; empty if it can't be.
@@ -425,13 +409,11 @@ class ReaderLease:
         *,
         lease_s: float,
         holder: LeaseHolder | None = None,
-        beats: bool = True,
     ) -> None:
         self._holder = holder or this_process()
         self._root = root
         self._step = step
         self._lease_s = lease_s
-        self._beats = beats
         self._process = OwnProcess()
         self._stop: Callable[[], None] = lambda: None
         self.unsure = ""
@@ -446,7 +428,7 @@ class ReaderLease:
         try:
             reason = f"step {self._step} is read by {self._holder}"
             self.unsure = self._root.fence(reason, self._step)
-            if self._beats and storage.traits.shared:
+            if storage.traits.shared:
                 self._stop = renewed(self._beat, self._lease_s / _BEATS)
         except BaseException:
             self.__exit__()
@@ -472,19 +454,11 @@ class Readers:
         lease_s: Time without a renewal after which a reader on another machine counts as dead, in
             seconds.
         holder: Identity of this process.
-        clock: Monotonic clock, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        lease_s: float,
-        holder: LeaseHolder | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, lease_s: float, holder: LeaseHolder | None = None) -> None:
         self._lease_s = lease_s
         self._holder = holder or this_process()
-        self._clock = clock
         self._seen: dict[str, tuple[bytes, float]] = {}
         """Content of each lease, and the time at which it was first seen."""
 
@@ -513,7 +487,7 @@ class Readers:
             return True
         lives = holder.lives_here(self._holder)
         if lives is None:
-            now_s = self._clock()
+            now_s = time.monotonic()
             if self._seen.get(key, (b"", 0.0))[0] != data:
                 self._seen[key] = (data, now_s)
             lives = now_s - self._seen[key][1] < self._lease_s

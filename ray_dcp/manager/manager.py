@@ -1,8 +1,7 @@
 """`CheckpointManager`: the checkpoints of a run, step by step.
 
-`collective_actions` and `restoring` contain what all ranks do together, `root_writer` what rank 0
-does for them. Managers that are open when the process ends are closed then, so that their saves
-end.
+`collective_actions` contains what all ranks do together, `root_writer` what rank 0 does for them.
+Managers that are open when the process ends are closed then, so that their saves end.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,31 +28,29 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.names import STEP_NAME, StepNames
+from ray_dcp.manager.background import Ended, Finisher, in_time
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.collective_actions import CollectiveActions, Ended, in_time
-from ray_dcp.manager.leases import LEASE_S, ReaderLease
-from ray_dcp.manager.preemption import Preemption
-from ray_dcp.manager.restoring import (
+from ray_dcp.manager.collective_actions import (
+    CollectiveActions,
     RestoreReport,
     SavedStep,
     Wanted,
     best_step_of,
     candidates,
-    restore,
-    saved_step,
 )
-from ray_dcp.manager.retention import Mode, RetentionPolicy
+from ray_dcp.manager.leases import LEASE_S, ReaderLease
+from ray_dcp.manager.policies import Mode, RetentionPolicy, SaveFacts, SavePolicy
+from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.root_writer import Writer
-from ray_dcp.manager.save_policy import SaveFacts, SavePolicy
 from ray_dcp.manager.settings import (
     Item,
+    Order,
     Settings,
     items_of,
     retention_of,
     save_policy_of,
 )
 from ray_dcp.manager.step_export import StepExport, StepExporter
-from ray_dcp.manager.steps import Order
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import session_for
@@ -204,7 +200,7 @@ class CheckpointManager:
             self._writer,
             self._preemption,
             partial(session_for, process_group, no_dist),
-            self._save_ended,
+            Finisher(self._save_ended),
         )
         self._max_pending = max_pending_async
         self._failed: list[Ended] = []
@@ -262,8 +258,15 @@ class CheckpointManager:
         """
         catalogue = self._writer.look()
         (found,) = candidates(step, catalogue, self._settings.kept, self.path)
-        saved = saved_step(found, self.path, catalogue.tags.get(step, frozenset()))
-        return replace(saved, metrics=catalogue.metrics_of(found))
+        return SavedStep(
+            step=step,
+            checkpoint_id=self._root.below(found.name).url,
+            created_s=found.created_s,
+            metrics=catalogue.metrics_of(found),
+            metadata={} if found.info is None else dict(found.info.metadata),
+            tags=catalogue.tags.get(step, frozenset()),
+            items=() if found.info is None else tuple(sorted(found.info.items)),
+        )
 
     @contextmanager
     def reading(self, step: int) -> Iterator[str]:
@@ -520,7 +523,7 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.load`.
         """
         self._check_open()
-        return restore(self._actions, step, state_dict, options, progress)
+        return self._actions.restore(step, state_dict, options, progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step.
@@ -585,9 +588,9 @@ class CheckpointManager:
         try:
             self.join()
         finally:
-            if self._exporter is not None and self._exporter.close():
+            if self._exporter is not None:
+                self._exporter.close()
                 # Why again: retention could not delete a step while it was exported.
-                self._writer.remover.wake()
                 self._writer.remover.drain(DRAIN_S)
             self._closed = True
             _open.discard(self)

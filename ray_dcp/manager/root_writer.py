@@ -3,33 +3,56 @@
 Runs without torch and without a session: it receives the facts of other ranks, and returns
 decisions as values. `collective_actions` makes the saves.
 
-`Remover` deletes steps in a thread beside the saves, in passes. After a failure it tries again, at
-increasing intervals. If the process ends first, the next writer finds the remaining files.
+A save writes the info of the step, then commits its checkpoint. A deletion revokes the commit, then
+deletes the items, then the infos. A crash therefore leaves a step whole or not at all, and the next
+writer finds the remaining files. The writer lease (`leases`) keeps other processes from deleting at
+the same time.
+
+`Remover` deletes steps in a thread beside the saves, in passes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     InvalidRequestError,
-    LimitError,
     StorageError,
 )
-from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tags_in
-from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
-from ray_dcp.io.records import used_slots
+from ray_dcp.events import contained
+from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
+from ray_dcp.format.names import READING, TAGS, check_tag, note_key, tag_key, tags_in
+from ray_dcp.format.step_info import (
+    StepInfo,
+    check_metadata,
+    encode_info,
+    info_key,
+    info_slot,
+    metrics_of,
+)
+from ray_dcp.io.records import (
+    Announced,
+    check_announced,
+    freeing,
+    read_info,
+    read_slots,
+    used_slots,
+)
+from ray_dcp.manager.background import Background
 from ray_dcp.manager.catalogue import (
     Catalogue,
     Root,
@@ -39,67 +62,55 @@ from ray_dcp.manager.catalogue import (
     write_catalogue,
 )
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
-from ray_dcp.manager.retention import StepFacts, check_metrics, rankings, superfluous
-from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
-from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.steps import (
-    Deletions,
-    Going,
-    StepTarget,
-    free_number,
-    going,
-    remove_failed,
-    remove_replaced_items,
+from ray_dcp.manager.policies import (
+    SaveCosts,
+    SaveFacts,
+    StepFacts,
+    asks_only_the_step,
+    check_metrics,
+    rankings,
+    superfluous,
 )
+from ray_dcp.manager.settings import ITEM, Settings
+from ray_dcp.runtime.garbage_collection import collect, delete
+from ray_dcp.runtime.tasks import new_attempt
+from ray_dcp.store.storage import Storage
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 60.0
-LEASED_RETRY_S = 5.0
-"""Pause before a step that was being read is tried again, in seconds."""
-MOST_TRIES = 20
-"""Consecutive failed passes after which the rest is left to the pass after the next save."""
+CLOSE_S = 60.0
+"""Maximum time that `Writer.close` waits for the current deletion pass, in seconds."""
 
 NotDeleted = Mapping[str, CheckpointError | None]
 """Folders that were not deleted, by name, with the error; None if the step is being read."""
+
 logger = logging.getLogger(__name__)
 
 
 class Remover:
-    """Runs deletion passes, one at a time.
+    """Runs deletion passes in the background.
+
+    A deletion that fails, or whose step is being read, is tried again by the next pass: after the
+    next save, and when the manager is closed.
 
     Args:
         url: Path or URL of the root, for messages.
         remove: Runs one pass; returns what was not deleted.
-        threaded: Whether a thread runs the passes; otherwise `drain` does.
     """
 
-    def __init__(
-        self, url: str, remove: Callable[[], NotDeleted], *, threaded: bool = True
-    ) -> None:
+    def __init__(self, url: str, remove: Callable[[], NotDeleted]) -> None:
         self._url = url
         self._remove = remove
-        self._threaded = threaded
-        self._changed = threading.Condition()
-        self._due_s: float | None = None
-        self._tries = 0
-        self._thread: threading.Thread | None = None
-        self._busy = False
-        self._closed = False
+        self._background = Background("ray_dcp removal")
+        self._is_asked = self._is_closed = False
+        self._left: NotDeleted = {}
 
     def wake(self) -> None:
-        """Requests a pass."""
-        with self._changed:
-            self._due_s, self._tries = time.monotonic(), 0
-            if self._threaded and self._thread is None and not self._closed:
-                # Suppressed: without a thread, `drain` or the request of the next save runs it.
-                with suppress(LimitError):
-                    self._thread = start_thread(self._run, "ray_dcp removal")
-            self._changed.notify_all()
+        """Requests a pass, unless one is waiting to run."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._background.add(self._pass)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Waits until everything that can be deleted now is deleted.
-
-        Does not wait for steps that are being read, nor for further tries of failed deletions.
 
         Args:
             timeout_s: Timeout, in seconds; None waits forever.
@@ -107,72 +118,36 @@ class Remover:
         Returns:
             False if the timeout expired.
         """
-        if self._thread is None:
-            while self._is_due():
-                self._pass()
-            return True
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._busy and not self._is_due(), timeout_s)
+        if self._left:
+            self.wake()
+        return self._background.wait(timeout_s)
 
-    def close(self, timeout_s: float = LAST_RETRY_S) -> None:
-        """Stops the thread after the current pass, for which it waits up to a timeout."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-
-    def _is_due(self) -> bool:
-        return self._due_s is not None and self._due_s <= time.monotonic()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not self._is_due():
-                    due_s = self._due_s
-                    wait_s = None if due_s is None else max(0.0, due_s - time.monotonic())
-                    self._changed.wait(wait_s)
-                if self._closed:
-                    return
-            self._pass()
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Ends after the current pass, for which it waits up to a timeout."""
+        self._is_closed = True
+        self._background.wait(timeout_s)
 
     def _pass(self) -> None:
-        with self._changed:
-            self._busy, self._due_s = True, None
-        left: NotDeleted = {}
-        try:
-            left = self._remove()
-        except (CheckpointExistsError, InvalidRequestError) as error:
-            # Why no retry: a process that lost the lease must not delete.
-            logger.info("Nothing is removed from %s any more: %s", self._url, error)
-        except CheckpointError as error:
-            left = {"": error}
-        finally:
-            with self._changed:
-                self._busy = False
-                if left and self._due_s is None:
-                    self._try_again(left)
-                self._changed.notify_all()
-
-    def _try_again(self, left: NotDeleted) -> None:
-        failed = {name: error for name, error in left.items() if error is not None}
-        if failed:
-            self._tries += 1
-        told = "; ".join(f"{name or 'all'}: {error}" for name, error in failed.items())
-        if self._tries >= MOST_TRIES:
-            logger.warning(
-                "Steps of %s could not be deleted in %d tries and are left: %s. The next save "
-                "tries again",
-                self._url,
-                self._tries,
-                told,
-            )
+        self._is_asked = False
+        if self._is_closed:
             return
-        if self._tries == 1:
-            logger.info("Deleting from %s is tried again: %s", self._url, told)
-        wait_s = FIRST_RETRY_S * 2 ** (self._tries - 1) if failed else LEASED_RETRY_S
-        self._due_s = time.monotonic() + min(LAST_RETRY_S, wait_s)
+        before, self._left = self._left, {}
+        with contained(f"Deleting steps of {self._url}"):
+            try:
+                self._left = self._remove()
+            except (CheckpointExistsError, InvalidRequestError) as error:
+                # Why not left: a process that lost the lease must not delete.
+                logger.info("Nothing is removed from %s any more: %s", self._url, error)
+            except CheckpointError as error:
+                self._left = {"": error}
+        for name, why in self._left.items():
+            if why is not None and name not in before:
+                logger.warning(
+                    "%s of %s could not be deleted: %s. The next save tries again",
+                    name or "What retention lets go",
+                    self._url,
+                    why,
+                )
 
 
 PUBLISH_EVERY = 8
@@ -186,12 +161,8 @@ class Writer:
     Args:
         root: The root.
         settings: Settings of the manager.
-        clock: Monotonic clock for policies, in seconds.
-        now: Time of infos, in seconds since the epoch.
-        threaded: Whether a thread deletes steps, and another one renews the lease.
         holder: Identity of the writer; this process by default.
-        before_removal: Called before each deletion pass, without the lock; returns folders that
-            must be looked at again soon, as `NotDeleted` does.
+        before_removal: Called before each deletion pass, without the lock.
         after_commit: Called with each step that is committed, before others are deleted.
 
     Attributes:
@@ -208,11 +179,8 @@ class Writer:
         root: Root,
         settings: Settings,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-        threaded: bool = True,
         holder: LeaseHolder | None = None,
-        before_removal: Callable[[], NotDeleted] = dict,
+        before_removal: Callable[[], object] = dict,
         after_commit: Callable[[int], object] = lambda step: None,
     ) -> None:
         self.root = root
@@ -225,9 +193,7 @@ class Writer:
         self._saved_last: int | None = None
         """The step that this process committed last, which is kept."""
         self._settings = settings
-        self._clock = clock
-        self._now = now
-        self._lease = WriterLease(root, lease_s=settings.lease_s, holder=holder, beats=threaded)
+        self._lease = WriterLease(root, lease_s=settings.lease_s, holder=holder)
         readers = Readers(lease_s=settings.lease_s, holder=holder)
         self._deletions = Deletions(root, readers, self._lease.check, self._removed)
         self._had_no_room: StepTarget | None = None
@@ -238,8 +204,8 @@ class Writer:
         """Infos of the steps that are being saved, and the tags that were added."""
         self._before_removal = before_removal
         self._after_commit = after_commit
-        self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
-        self._made_s = self._last_begun_s = clock()
+        self.remover = Remover(root.url, self.remove_superfluous)
+        self._made_s = self._last_begun_s = time.monotonic()
         self._costs = SaveCosts()
         self._durable_s = 0.0
         self._preemption_saved = False
@@ -292,13 +258,13 @@ class Writer:
         if not self._is_known and not asks_only_the_step(policy):
             self.look()
         with self.lock:
-            self._costs.asked(step, self._clock(), saving=bool(self.pending))
+            self._costs.asked(step, time.monotonic(), saving=bool(self.pending))
             return bool(policy.due(self.facts(step, preempted)))
 
     def facts(self, step: int, preempted: bool = False) -> SaveFacts:
         """Returns the facts by which a save policy decides."""
         with self.lock:
-            now_s = self._clock()
+            now_s = time.monotonic()
             return SaveFacts(
                 step=step,
                 last_step=self.newest,
@@ -361,10 +327,10 @@ class Writer:
             name = self._settings.names.name_of(step)
             storage = self.root.open(name)
             last = max(used_slots(storage), default=0)
-            place = StepTarget(step, name, last, free_number(storage, last))
+            place = StepTarget(step, name, last, free_number(storage, last), time.time())
             info = StepInfo(
                 step=step,
-                created_s=float(self._now()),
+                created_s=place.created_s,
                 metrics=metrics,
                 metadata=metadata,
                 items={name: place.folder_of(name) for name in self._settings.named},
@@ -379,7 +345,7 @@ class Writer:
             raise
         with self.lock:
             self._begun[step] = info, added
-            self._last_begun_s = self._clock()
+            self._last_begun_s = time.monotonic()
             self._costs.began()
             self._preemption_saved = self._preemption_saved or preempted
             return place
@@ -403,7 +369,7 @@ class Writer:
                 self._had_no_room = place
             info, added = self._begun.pop(place.step, (None, frozenset()))
             if committed:
-                self._durable_s = self._clock() - self._last_begun_s
+                self._durable_s = time.monotonic() - self._last_begun_s
             # Why: if the step was due because of a preemption, the next step is due now.
             self._preemption_saved = self._preemption_saved and committed is not False
         try:
@@ -453,7 +419,8 @@ class Writer:
                 answer.
             StorageError: The storage failed.
         """
-        left = {**self._before_removal()}
+        self._before_removal()
+        left: dict[str, CheckpointError | None] = {}
         tried: set[Going] = set()
         if self._waits_for_metrics:
             self.look()
@@ -491,7 +458,7 @@ class Writer:
         failed, self._had_no_room = self._had_no_room, None
         before = {*self.catalogue.steps}
         with self.lock:
-            self._next = StepFacts(step=step, created_s=float(self._now()), metrics=metrics)
+            self._next = StepFacts(step=step, created_s=time.time(), metrics=metrics)
         try:
             self._lease.check()
             if failed is not None and failed.step not in self.pending:
@@ -613,7 +580,7 @@ class Writer:
         if unsure:
             warnings.warn(unsure, UserWarning, stacklevel=2)
 
-    def close(self, timeout_s: float = LAST_RETRY_S) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Releases the lease, after waiting up to a timeout for the current deletion pass."""
         self.remover.close(timeout_s)
         try:
@@ -634,7 +601,7 @@ class Writer:
         had_it = self._lease.is_taken
         self._lease.take(
             even_if_held=self._settings.takeover,
-            now_s=self._now(),
+            now_s=time.time(),
             last_s=max((one.created_s for one in self.catalogue.steps.values()), default=0.0),
         )
         self._is_fenced &= had_it
@@ -749,3 +716,286 @@ class Writer:
         self._untag(step, tags)
         # Why: another deletion may have been decided because this step was committed.
         self.root.fence(f"step {step} was deleted", None)
+
+
+# --- places and deletions of steps ---------------------------------------------------------------
+
+_ITEM_FOLDER = re.compile(rf"(?P<item>{ITEM.pattern})(?:\.[1-9][0-9]{{0,17}})?")
+"""See `StepTarget.folder_of`."""
+
+
+@dataclass(frozen=True)
+class StepTarget:
+    """The place to which a step is saved."""
+
+    step: int
+    name: str
+    """Name of the folder."""
+    last_slot: int
+    """Highest slot in use in the folder."""
+    number: int
+    """Number in the folder names of the items; no committed item has it."""
+    created_s: float
+    """Time of the save by the clock of rank 0, in seconds since the epoch."""
+    attempt: str = field(default_factory=new_attempt)
+    """Attempt that commits the step, if it consists of named items."""
+
+    def folder_of(self, item: str) -> str:
+        """Returns the folder of an item in the step's folder; no commit refers to that folder."""
+        return f"{item}.{self.number}" if self.number else item
+
+
+@dataclass(frozen=True)
+class Going:
+    """A step folder that may be deleted, in the state in which that was decided."""
+
+    step: int
+    name: str
+    attempt: str | None
+    """The committed attempt; "" if nothing is committed, None if that is unknown."""
+
+
+@dataclass(frozen=True)
+class Deletions:
+    """Deletes steps of a root. Each deletion is announced, and omitted if the step is protected."""
+
+    _root: Root
+    _readers: Readers
+    """Checks whether readers are alive."""
+    _check: Callable[[], object]
+    """Raises if this process has lost the writer lease."""
+    _removed: Callable[[Going], object]
+    """Called with each deleted folder."""
+
+    def remove_all(
+        self, chosen: Collection[Going], look: Callable[[], tuple[Collection[Going], Catalogue]]
+    ) -> dict[str, CheckpointError | None]:
+        """Deletes step folders.
+
+        Earlier knowledge decides only which deletions are announced. The protections of a step are
+        read after that, and only the attempt that was decided about is deleted.
+
+        Args:
+            chosen: The folders that may be deleted, as far as known.
+            look: Scans the storage; returns the folders that may be deleted, and the catalogue.
+
+        Returns:
+            Folders that were not deleted, by name, with the error; None if the step is being read.
+
+        Raises:
+            CheckpointExistsError: Another process has taken the writer lease.
+            StorageError: The storage failed.
+        """
+        left: dict[str, CheckpointError | None] = {}
+        shared = self._root.shared
+        self._check()
+        announced = [(one, Announced(one.step, new_attempt(), one.name)) for one in chosen]
+        for _, mark in announced:
+            freeing(shared, partial(shared.write, mark.key, b""))
+        # Careful: all protections are read here; none may be remembered from before.
+        still, found = look()
+        for one, mark in announced:
+            try:
+                leases = found.read_by.get(one.step, ())
+                is_read = any(self._readers.is_live(shared, key) for key in leases)
+                if one in still and not is_read:
+                    self._remove(one, mark)
+                else:
+                    shared.delete([mark.key])
+                if is_read:
+                    left[one.name] = None
+            except CheckpointError as error:
+                left[one.name] = error
+        return left
+
+    def _confirm(self, mark: Announced) -> None:
+        self._check()
+        check_announced(self._root.shared, mark)
+
+    def _remove(self, going: Going, mark: Announced) -> None:
+        """Deletes a step whose deletion is announced.
+
+        Raises:
+            CheckpointExistsError: Something else is committed in the folder, or the step is
+                protected.
+            CheckpointError: The step is not deleted, or files remain.
+        """
+        try:
+            freeing(
+                self._root.shared,
+                lambda: remove_step(self._root, going, mark.attempt, lambda: self._confirm(mark)),
+            )
+        except CheckpointExistsError:
+            self._root.shared.delete([mark.key])
+            raise
+        except CheckpointError:
+            # Why: the delete record may still arrive. If the deletion can't be aborted now, the
+            # announcement stays, so that the next protection of the step aborts it.
+            with suppress(CheckpointError):
+                self._root.fence(f"a deletion of step {going.step} failed", going.step)
+            raise
+        self._removed(going)
+        shared = self._root.shared
+        # Why only then: the note belongs to a committed step, which may be in another folder.
+        notes = [note_key(going.step)] if going.attempt else []
+        if going.attempt:
+            notes += [e.key for e in shared.list(metrics_of(going.step, going.attempt))]
+        shared.delete([mark.key, *notes])
+
+
+def remove_step(root: Root, going: Going, attempt: str, confirm: Callable[[], object]) -> None:
+    """Deletes everything that ray_dcp wrote into a step folder, except the delete record.
+
+    The delete record stays forever: without it, an attempt that was paused since before the
+    deletion could commit, or delete what is saved there later.
+
+    Args:
+        root: The root.
+        going: The folder in the state that was decided about; any other state is left alone.
+        attempt: Attempt under which the deletion is announced.
+        confirm: Called immediately before the delete record is created; raises if the step is
+            protected.
+
+    Raises:
+        CheckpointExistsError: Something else is committed in the folder, or the deletion was
+            aborted.
+        StorageError: Files remain; the step is deleted or unchanged.
+    """
+    storage = root.open(going.name)
+    keys = [entry.key for entry in storage.list()]
+    # Careful: read before the record is created. Later saves of the step use other folders.
+    items = {
+        item: _standing_attempt(root.open(f"{going.name}/{item}"))
+        for item in sorted(_items_in(storage, keys))
+    }
+    _delete(root, going.name, going.attempt, attempt=attempt, confirm=confirm)
+    for item, seen in items.items():
+        remove_folder(root, f"{going.name}/{item}", seen)
+    storage.delete([key for key in keys if info_slot(key) is not None])
+
+
+def remove_replaced_items(root: Root, place: StepTarget, info: StepInfo) -> None:
+    """Deletes the items of a step to which its commit no longer refers.
+
+    Args:
+        root: The root.
+        place: The place to which the step was saved.
+        info: Info of the committed step.
+
+    Raises:
+        StorageError: Files remain.
+    """
+    storage = root.open(place.name)
+    keys = [entry.key for entry in storage.list()]
+    for item in sorted(_items_in(storage, keys) - {*info.items.values()}):
+        # Why only older ones: a later one belongs to a later save.
+        if _begun_at(item) < place.number:
+            remove_folder(root, f"{place.name}/{item}")
+
+
+def remove_failed(root: Root, place: StepTarget, items: Iterable[str]) -> None:
+    """Deletes the files of a failed save as far as possible. The step is not committed.
+
+    Args:
+        root: The root.
+        place: The place to which the step should have been saved.
+        items: Names of its items; empty for a step of one state.
+    """
+    for item in items:
+        with suppress(CheckpointError):
+            remove_folder(root, f"{place.name}/{place.folder_of(item)}")
+    with suppress(CheckpointError):
+        collect(root.below(place.name), abort_unfinished=True, opener=root.opener)
+
+
+def remove_folder(root: Root, name: str, expected: str | None = None) -> None:
+    """Deletes a checkpoint with its records. Nothing is ever saved to that folder again.
+
+    Args:
+        root: The root.
+        name: Name of the folder.
+        expected: See `ray_dcp.delete`.
+
+    Raises:
+        StorageError: Files remain.
+    """
+    _delete(root, name, expected)
+    storage = root.open(name)
+    decides = read_slots(storage, tolerant=True).decides
+    if decides is not None and isinstance(decides.record, DeleteRecord):
+        slots = [slot for slot in used_slots(storage) if slot <= decides.slot]
+        # Why through the root: its storage removes a folder that becomes empty.
+        root.storage.delete([f"{name}/{record_key(slot)}" for slot in slots])
+
+
+def _delete(root: Root, name: str, expected: str | None, **announced: Any) -> None:
+    target = root.below(name)
+    try:
+        report = delete(target, opener=root.opener, expected=expected, **announced)
+    except CheckpointNotFoundError:
+        return
+    if report.warnings:
+        raise StorageError(
+            f"{target.url} is deleted, but its files are not: {'; '.join(report.warnings)}"
+        )
+
+
+def _standing_attempt(storage: Storage) -> str | None:
+    """Returns the committed attempt; "" if there is none, None if that can't be read."""
+    slots = read_slots(storage, tolerant=True)
+    if slots.unreadable:
+        return None
+    decides = slots.decides
+    is_commit = decides is not None and isinstance(decides.record, Manifest)
+    return decides.record.attempt if decides is not None and is_commit else ""
+
+
+def free_number(storage: Storage, last_slot: int) -> int:
+    """Returns a number for the item folders of the next save, at least `last_slot`.
+
+    The items of a committed step have lower numbers, unless the step was copied: then its items
+    keep their folders, while its records start anew. Numbers of existing folders are therefore
+    skipped.
+
+    Args:
+        storage: Storage of the step's folder.
+        last_slot: Highest slot in use in the folder.
+    """
+    folders = {entry.key.partition("/")[0] for entry in storage.list()} if last_slot else set()
+    taken = {_begun_at(folder) for folder in folders if _ITEM_FOLDER.fullmatch(folder)}
+    number = last_slot
+    while number in taken:
+        number += 1
+    return number
+
+
+def _begun_at(item: str) -> int:
+    """Returns the number in an item's folder name (`StepTarget.number`)."""
+    return int(item.partition(".")[2] or 0)
+
+
+def going(found: StepFound) -> Going:
+    """Returns a step as a folder that may be deleted."""
+    return Going(found.step, found.name, found.attempt or None)
+
+
+def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
+    """Returns the folders of a step's items, which the step's infos name.
+
+    Any other folder belongs to the user, whatever it contains.
+
+    Args:
+        storage: Storage of the step's folder.
+        keys: Keys of all files in it.
+    """
+    keys, names = list(keys), set[str]()
+    for slot in map(info_slot, keys):
+        # Suppressed: the items are not removed then, and `ray_dcp.collect` finds their leftovers.
+        with suppress(DamagedCheckpointError):
+            info = None if slot is None else read_info(storage, "", slot)
+            names |= {*(info.items if info else ())}
+    return {
+        folder
+        for folder, slash, _ in (key.partition("/") for key in keys)
+        if slash and (found := _ITEM_FOLDER.fullmatch(folder)) and found["item"] in names
+    }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
@@ -12,20 +13,26 @@ from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.manager.leases import LEASE_S
-from ray_dcp.manager.retention import LatestN, RetentionPolicy, check_retention
-from ray_dcp.manager.save_policy import (
+from ray_dcp.manager.policies import (
     AnyOf,
     EverySteps,
+    LatestN,
     OnPreemption,
+    RetentionPolicy,
     SavePolicy,
+    check_retention,
     check_save_policy,
     listens_for_preemption,
 )
-from ray_dcp.manager.steps import Order, check_item_name
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 T = TypeVar("T")
+
+Order = Literal["increasing", "any"]
+
+ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""Names of items."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,29 +203,22 @@ def items_of(
     """
     check_whole(max_pending, "max_pending_async", 1)
     check_whole(num_threads, "num_of_threads", 1)
-    if items is None:
-        named: Mapping[Any, Any] = {"": Item() if item is None else item}
-        if not isinstance(named[""], Item):
-            raise InvalidRequestError(f"item must be an Item, but is {item!r}", key="item")
-    elif item is not None:
+    if items is not None and item is not None:
         raise InvalidRequestError(
             "give item= for steps of one state, or items= for steps of several, not both",
             key="items",
         )
-    elif not isinstance(items, Mapping) or not items:
+    named: Any = {"": Item() if item is None else item} if items is None else items
+    if not isinstance(named, Mapping) or not named:
         raise InvalidRequestError(
             f"items must name at least one part, as {{'model': Item(), 'data': Item()}}, but is "
             f"{items!r}",
             key="items",
         )
-    else:
-        named = items
-        for name, one in items.items():
-            check_item_name(name)
-            if not isinstance(one, Item):
-                raise InvalidRequestError(
-                    f"items[{name!r}] must be an Item, but is {one!r}", key=name
-                )
+    for name, one in named.items():
+        what = "item" if items is None else f"items[{check_item_name(name)!r}]"
+        if not isinstance(one, Item):
+            raise InvalidRequestError(f"{what} must be an Item, but is {one!r}", key=name or what)
     tuned: dict[str, Any] = {"max_pending": max_pending * len(named)}
     if num_threads > 1:
         tuned["num_threads"] = num_threads
@@ -226,6 +226,21 @@ def items_of(
         name: replace(one, save_options=replace(one.save_options, **tuned))
         for name, one in sorted(named.items())
     }
+
+
+def check_item_name(name: object) -> str:
+    """Returns the name of an item after checking that it can name a folder.
+
+    Raises:
+        InvalidRequestError: The name is invalid.
+    """
+    if not isinstance(name, str) or ITEM.fullmatch(name) is None:
+        raise InvalidRequestError(
+            f"the name of an item must be 1 to 64 letters, digits, '_' or '-', as 'model', but is "
+            f"{name!r}",
+            key="items",
+        )
+    return name
 
 
 def states_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:

@@ -13,23 +13,22 @@ import pickle
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.events import Event, contained, emit
 from ray_dcp.exporting import ExportFormat, export, float_dtype
+from ray_dcp.manager.background import Background
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.save_policy import SaveFacts, SavePolicy, asks_only_the_step, check_save_policy
+from ray_dcp.manager.policies import SaveFacts, SavePolicy, asks_only_the_step, check_save_policy
 from ray_dcp.manager.settings import Settings
 from ray_dcp.store.opening import place_below
 
@@ -136,9 +135,7 @@ class StepExporter:
         self._settings = settings
         self._chosen = chosen
         self._folder = Path(chosen.path).absolute()
-        self._waiting: deque[tuple[StepFound, ReaderLease]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._background = Background("ray_dcp export")
         self._is_first = True
 
     def committed(self, step: int, steps: Mapping[int, StepFound]) -> None:
@@ -163,12 +160,9 @@ class StepExporter:
             for one in due:
                 self._begin(steps[one])
 
-    def close(self) -> bool:
-        """Waits for the exports in progress; returns whether there were any."""
-        with self._changed:
-            was_busy = self._thread is not None
-            self._changed.wait_for(lambda: self._thread is None)
-        return was_busy
+    def close(self) -> None:
+        """Waits for the exports in progress."""
+        self._background.wait()
 
     def _is_due(self, step: int) -> bool:
         return bool(self._chosen.policy.due(SaveFacts(step=step)))
@@ -179,31 +173,14 @@ class StepExporter:
 
     def _begin(self, found: StepFound) -> None:
         # Why now: the step could be deleted before its turn.
-        lease = ReaderLease(self._root, found.step, lease_s=self._settings.lease_s)
-        lease.__enter__()
-        with self._changed:
-            self._waiting.append((found, lease))
-            if self._thread is None:
-                try:
-                    self._thread = start_thread(self._run, "ray_dcp export")
-                except CheckpointError:
-                    self._waiting.pop()
-                    lease.__exit__()
-                    raise
+        protected = ExitStack()
+        protected.enter_context(ReaderLease(self._root, found.step, lease_s=self._settings.lease_s))
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                found, lease = self._waiting.popleft()
-            try:
-                with contained(f"The export of step {found.step}"):
-                    self._export(found)
-            finally:
-                lease.__exit__()
+        def run() -> None:
+            with protected, contained(f"The export of step {found.step}"):
+                self._export(found)
+
+        self._background.add(run)
 
     def _export(self, found: StepFound) -> None:
         begin_s, target = time.monotonic(), self._target(found.step)

@@ -216,18 +216,15 @@ class Regular:
 
     def columns(self, ranks: Int64Array) -> Iterator[Columns]:
         """Yields what each of these ranks holds, if all are as regular as the ranks of `probes`."""
-        step = max(1, _AT_ONCE // max(1, self.first.offset.size))
-        for start in range(0, len(ranks), step):
-            for offset, size in zip(*self._boxes(ranks[start : start + step]), strict=True):
-                yield replace(self.first, offset=offset, size=size)
-
-    def _boxes(self, ranks: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Returns offsets and sizes of the boxes of m ranks: two int64[m, n, D]."""
-        offset = np.repeat(self.first.offset[None], len(ranks), axis=0)
-        for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
-            if step.any():
-                offset += step * (ranks // stride % length)[:, None, None]
-        return _placed(self.first, offset)
+        at_once = max(1, _AT_ONCE // max(1, self.first.offset.size))
+        for start in range(0, len(ranks), at_once):
+            own = ranks[start : start + at_once]
+            offset = np.repeat(self.first.offset[None], len(own), axis=0)
+            for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
+                if step.any():
+                    offset += step * (own // stride % length)[:, None, None]
+            for one, size in zip(*_placed(self.first, offset), strict=True):
+                yield replace(self.first, offset=one, size=size)
 
 
 def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:

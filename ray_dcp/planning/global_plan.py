@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -44,7 +44,7 @@ from ray_dcp.core.values import (
 )
 from ray_dcp.errors import InternalError, UnsupportedValueError
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.torch_items import frame_bytes_many
+from ray_dcp.format.torch_items import frames_of
 from ray_dcp.planning.merge import (
     DistinctBoxes,
     Held,
@@ -718,7 +718,10 @@ def _frames(held: Held, rows: Int64Array, size: Int64Array) -> tuple[Int64Array,
     # Why: a vocabulary may contain dtypes of opaque tensors alone, which have no frame.
     used, code = np.unique(held.dtype[rows], return_inverse=True)
     names = [held.dtypes[index] for index in used.tolist()]
-    return frame_bytes_many(names, code, held.ndim[rows], size)
+    frames, index = frames_of(names, code, held.ndim[rows], size)
+    lengths = np.array([(len(one.header), len(one.footer)) for one in frames], dtype=np.int64)
+    head, foot = lengths.reshape(-1, 2)[index].T
+    return head, foot
 
 
 def _one_after_another(
@@ -839,17 +842,8 @@ class RankPlans(Sequence[RankPlan]):
     def __len__(self) -> int:
         return self._plan.world_size
 
-    @overload
-    def __getitem__(self, rank: int) -> RankPlan: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> list[RankPlan]: ...
-
-    def __getitem__(self, rank: int | slice) -> RankPlan | list[RankPlan]:
-        ranks = range(len(self))[rank]
-        if isinstance(ranks, range):
-            return [rank_plan(self._plan, one) for one in ranks]
-        return rank_plan(self._plan, ranks)
+    def __getitem__(self, rank: Any) -> Any:
+        return rank_plan(self._plan, range(len(self))[rank])
 
 
 def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:

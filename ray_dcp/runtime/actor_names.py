@@ -15,7 +15,7 @@ from ray_dcp.commit_protocol.messages import OpKey
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Increased with each change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0

@@ -131,8 +131,7 @@ class SharedReadDispatch:
 
     def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
         self._is_over = is_over
-        self._loads: dict[OpKey, SharedReads] = {}
-        self._changed: dict[OpKey, asyncio.Event] = {}
+        self._loads: dict[OpKey, tuple[SharedReads, asyncio.Event]] = {}
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
         """Applies a rank's message; returns updates for `Listen`, and None if the load is over.
@@ -144,23 +143,22 @@ class SharedReadDispatch:
         if self._is_over(key):
             self._drop(key)
             return None
-        reads = self._loads.setdefault(key, SharedReads())
-        changed = self._changed.setdefault(key, asyncio.Event())
+        reads, event = self._loads.setdefault(key, (SharedReads(), asyncio.Event()))
         if not isinstance(message, Listen):
             reads.take(message)
-            self._changed[key] = asyncio.Event()
-            changed.set()
+            self._loads[key] = (reads, asyncio.Event())
+            event.set()
             return ()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + message.wait_s
-        while not (updates := reads.updates(message.rank, message.seen)) and loop.time() < end_s:
-            if self._loads.get(key) is not reads:
-                return None
+        while not (updates := reads.updates(message.rank, message.seen)):
             try:
-                waiting = self._changed[key].wait()
-                await asyncio.wait_for(waiting, end_s - loop.time())
+                await asyncio.wait_for(event.wait(), end_s - loop.time())
             except asyncio.TimeoutError:
                 break
+            if key not in self._loads:
+                return None
+            event = self._loads[key][1]
         return updates
 
     def tidy(self) -> None:
@@ -169,10 +167,38 @@ class SharedReadDispatch:
             self._drop(key)
 
     def _drop(self, key: OpKey) -> None:
-        self._loads.pop(key, None)
-        changed = self._changed.pop(key, None)
-        if changed is not None:
-            changed.set()
+        _, event = self._loads.pop(key, (None, None))
+        if event is not None:
+            event.set()
+
+
+class _Round:
+    """One rendezvous. Must be created in the event loop.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.tokens: dict[int, str] = {}
+        """The last token of each rank that has entered it, or got its error."""
+        self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The generation; or the error if the ranks disagree about their number."""
+        self.error: RankDisagreementError | None = None
+        self.forgotten_s = 0.0
+        """When ranks that did not get the error begin another rendezvous, by the loop's clock."""
+
+    def fail(self, error: RankDisagreementError, forgotten_s: float) -> None:
+        """Ends the rendezvous for all ranks that wait."""
+        self.error, self.forgotten_s = error, forgotten_s
+        self.answer.set_exception(error)
+        self.answer.exception()  # so that it counts as retrieved, also if no rank waits
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not entered."""
+        return [rank for rank in range(self.world_size) if rank not in self.tokens]
 
 
 class Rendezvous:
@@ -181,50 +207,35 @@ class Rendezvous:
     Each rank enters with a token that it never used before. A rank that enters with another token
     is a new process: the ranks that entered before belong to an earlier session, and a new
     rendezvous begins. A job that is restarted under its old name therefore never gets an answer
-    meant for the earlier job.
+    meant for the earlier job. Used in one event loop's thread.
 
     Args:
         new_generation: Returns a token that no rendezvous had before.
 
     Attributes:
         num_waiting: Number of ranks that wait in `join`.
-
-    Examples:
-        >>> rendezvous = Rendezvous(lambda: "g1")
-        >>> rendezvous.enter(0, 2, "a")
-        >>> rendezvous.missing
-        [1]
-        >>> rendezvous.enter(1, 2, "b"), rendezvous.enter(0, 2, "a")
-        ('g1', 'g1')
     """
 
     def __init__(self, new_generation: Callable[[], str]) -> None:
         self._new_generation = new_generation
-        self._world_size = 0
-        self._tokens: dict[int, str] = {}
-        self._generation: str | None = None
-        self._disagreement: RankDisagreementError | None = None
-        self._notified: set[int] = set()
-        self._complete: asyncio.Future[RankDisagreementError | None] | None = None
+        self._round: _Round | None = None
         self.num_waiting = 0
 
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not entered the current rendezvous."""
-        return [rank for rank in range(self._world_size) if rank not in self._tokens]
-
-    def enter(self, rank: int, world_size: int, token: str) -> str | None:
-        """Adds a rank; returns the generation once all ranks have entered, None before.
+    async def join(
+        self, rank: int, world_size: int, token: str, timeout_s: float
+    ) -> str | list[int]:
+        """Returns the generation once all ranks have entered, or the missing ranks.
 
         Args:
             rank: The rank.
             world_size: Number of ranks that it expects.
             token: Distinguishes this process from an earlier one of the same rank.
+            timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:
             InvalidRequestError: The rank is not between 0 and `world_size - 1`.
-            RankDisagreementError: Another rank of this rendezvous expects another number of ranks.
-                Every rank that has entered it, or enters it later, gets the same error, once.
+            RankDisagreementError: The ranks differ about their number. Every rank gets this error,
+                once.
         """
         if world_size < 1 or not 0 <= rank < world_size:
             raise InvalidRequestError(
@@ -232,78 +243,34 @@ class Rendezvous:
                 f"{world_size}. Give each process its own number",
                 rank=rank,
             )
-        if self._disagreement is not None and rank not in self._notified:
-            self._notified.add(rank)
-            raise self._disagreement
-        if self.generation_for(rank, token) is not None:
-            return self._generation
-        self.forget_disagreement()
-        if self._generation is not None:
-            self._tokens, self._generation = {}, None
-        if self._tokens and world_size != self._world_size:
-            self._disagreement = RankDisagreementError(
+        now_s, own = asyncio.get_running_loop().time(), self._round
+        if own is not None and own.error is not None:
+            if rank not in own.tokens and now_s < own.forgotten_s:
+                own.tokens[rank] = token
+                raise own.error
+            own = None
+        if own is None or (own.answer.done() and own.tokens.get(rank) != token):
+            own = self._round = _Round(world_size)
+        others = sorted(own.tokens)
+        own.tokens[rank] = token
+        if world_size != own.world_size:
+            error = RankDisagreementError(
                 f"Expected every rank to give one world_size, but rank {rank} gives "
-                f"{world_size} and ranks {sorted(self._tokens)} gave {self._world_size}",
+                f"{world_size} and ranks {others} gave {own.world_size}",
                 rank=rank,
             )
-            self._notified = {*self._tokens, rank}
-            self._tokens = {}
-            raise self._disagreement
-        self._world_size = world_size
-        self._tokens[rank] = token
-        if not self.missing:
-            self._generation = self._new_generation()
-        return self._generation
-
-    def forget_disagreement(self) -> None:
-        """Lets ranks that did not get the error of a disagreement begin a new rendezvous."""
-        self._disagreement, self._notified = None, set()
-
-    def generation_for(self, rank: int, token: str) -> str | None:
-        """Returns the generation of the rendezvous that this process entered, if it is complete."""
-        return self._generation if self._tokens.get(rank) == token else None
-
-    async def join(
-        self, rank: int, world_size: int, token: str, timeout_s: float
-    ) -> str | list[int]:
-        """Returns the generation on which all ranks agree; see `Coordinator.enter`.
-
-        Used in one event loop's thread.
-
-        Raises:
-            RankDisagreementError: The ranks differ about their number; every rank gets this error.
-        """
-        loop = asyncio.get_running_loop()
-        complete = self._complete = self._complete or loop.create_future()
+            own.fail(error, now_s + timeout_s)
+        elif not own.missing and not own.answer.done():
+            own.answer.set_result(self._new_generation())
         self.num_waiting += 1
         try:
-            try:
-                generation = self.enter(rank, world_size, token)
-            except RankDisagreementError as error:
-                self._end(complete, error)
-                loop.call_later(timeout_s, self.forget_disagreement)
-                raise
-            if generation is not None:
-                self._end(complete, None)
-                return generation
-            try:
-                disagreement = await asyncio.wait_for(asyncio.shield(complete), timeout_s)
-            except asyncio.TimeoutError:
-                return self.missing
-            if disagreement is not None:
-                raise disagreement
-            return self.generation_for(rank, token) or self.missing
+            generation = await asyncio.wait_for(asyncio.shield(own.answer), timeout_s)
+            # Why: another process may have taken its place meanwhile.
+            return generation if own.tokens[rank] == token else own.missing
+        except asyncio.TimeoutError:
+            return own.missing
         finally:
             self.num_waiting -= 1
-
-    def _end(
-        self,
-        complete: asyncio.Future[RankDisagreementError | None],
-        disagreement: RankDisagreementError | None,
-    ) -> None:
-        """Answers all ranks that wait; the next rank begins another rendezvous."""
-        complete.set_result(disagreement)
-        self._complete = None
 
 
 WATCH_S = 0.5
@@ -368,17 +335,7 @@ class Coordinator(CoordinatorLoop):
     async def enter(
         self, rank: int, world_size: int, token: str, timeout_s: float
     ) -> str | list[int]:
-        """Returns the generation on which all ranks agree, or the missing ranks.
-
-        Args:
-            rank: The rank.
-            world_size: Number of ranks that it expects.
-            token: Distinguishes this process from an earlier one of the same rank.
-            timeout_s: How long to wait for the other ranks, in seconds.
-
-        Raises:
-            RankDisagreementError: The ranks differ about their number; every rank gets this error.
-        """
+        """See `Rendezvous.join`."""
         try:
             return await self._rendezvous.join(rank, world_size, token, timeout_s)
         finally:

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import os
 import platform
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
+from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Failed, Perform, step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import (
@@ -29,9 +29,10 @@ from ray_dcp.commit_protocol.messages import (
     Reply,
     Request,
 )
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.core.processes import start_thread
+from ray_dcp.errors import CheckpointError, InternalError, LimitError, ParticipantError
 from ray_dcp.io.threads import begin
-from ray_dcp.runtime.metrics import Tracing
+from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.tasks import new_attempt, perform
 
 SILENCE_LOOK_S = 1.0
@@ -44,6 +45,8 @@ Member = tuple[str, int]
 
 Waiting = tuple[OpKey, int, str]
 
+T = TypeVar("T")
+
 
 class CoordinatorLoop:
     """Answers the requests of a session's ranks. Must be created in the event loop that runs it.
@@ -53,21 +56,32 @@ class CoordinatorLoop:
 
     Args:
         epoch: See `Coordination`.
+        performer: Performs tasks.
+        new_attempt: Returns attempt ids.
     """
 
-    def __init__(self, epoch: int = 1) -> None:
+    _grace_s = 0.0
+    """How much later than its deadline a phase is ended, in seconds."""
+
+    def __init__(
+        self,
+        epoch: int = 1,
+        *,
+        performer: Performer = perform,
+        new_attempt: Callable[[], str] = new_attempt,
+    ) -> None:
         self.epoch = epoch
+        self._performer = performer
         self._loop = asyncio.get_running_loop()
         self._awake = AwakeClock(self._loop.time, SILENCE_LOOK_S)
-        self._coordination = Coordination(
-            epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
-        )
+        self._coordination = Coordination(epoch=epoch, new_attempt=new_attempt, clock=self._awake)
         self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
-        self._performing = 0
+        self._performing: list[OpKey] = []
+        """The operation of each task in progress."""
         self._resumed = asyncio.Event()
         """Set once the saves that an earlier incarnation planned are resumed."""
         self._watching: dict[OpKey, asyncio.Future[None]] = {}
@@ -114,12 +128,12 @@ class CoordinatorLoop:
 
         Args:
             message: The batch; it may arrive again, with those of its ranks that have no reply.
-            callers: The processes of the ranks; empty if they are registered.
+            callers: The processes of the ranks, in order.
             silence_s: See `Coordination.receive`.
         """
         begun = [
             await self._begin(request, caller, silence_s)
-            for request, caller in zip_longest(message.requests, callers)
+            for request, caller in zip(message.requests, callers, strict=True)
         ]
         try:
             futures = [future for _, future in begun]
@@ -249,12 +263,13 @@ class CoordinatorLoop:
                     for rank in ranks:
                         self._resolve((key, rank, step), reply)
                 case Perform():
-                    self._performing += 1
+                    self._performing.append(command.key)
                     self._start(self._perform(command))
                 case Arm():
                     self._disarm(command.key)
+                    after_s = command.after_s + self._grace_s
                     self._timers[command.key] = self._loop.call_later(
-                        command.after_s, self._expire, command.key, command.phase
+                        after_s, self._expire, command.key, command.phase
                     )
                 case Disarm():
                     self._disarm(command.key)
@@ -278,14 +293,19 @@ class CoordinatorLoop:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
-            work = begin(partial(self._tracing.perform, command, perform), "ray_dcp task")
-            result = await asyncio.wrap_future(work)
+            try:
+                # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
+                work = begin(
+                    partial(self._tracing.perform, command, self._performer), "ray_dcp task"
+                )
+                result = await asyncio.wrap_future(work)
+            except LimitError as error:
+                result = Failed(error)
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._fail_operation(command.key, error)
         finally:
-            self._performing -= 1
+            self._performing.remove(command.key)
 
     def _fail_operation(self, key: OpKey, error: Exception) -> None:
         """Fails an operation that contradicted itself, on every rank that waits for it."""
@@ -320,3 +340,70 @@ class CoordinatorLoop:
                 self._carry_out(self._coordination.check_silence())
             except CheckpointError as error:
                 logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
+
+
+class LoopThread(Generic[T]):
+    """An event loop in a thread of its own, and the object that it runs.
+
+    Args:
+        make: Called in the loop; returns the object.
+
+    Raises:
+        Exception: `make` raised it.
+        LimitError: No thread can be started.
+
+    Attributes:
+        inner: The object; used in the loop only.
+        loop: The event loop.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._asked: set[Future[Any]] = set()
+        ready: Future[T] = Future()
+        try:
+            start_thread(partial(self._run, make, ready), "ray_dcp coordinator")
+        except LimitError:
+            self.loop.close()
+            raise
+        self.inner = ready.result()
+
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        """Returns the future result of an asynchronous method of the object."""
+        work = getattr(self.inner, method)(*arguments)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            answer = Future()
+            answer.set_exception(ParticipantError("The coordinator was closed", rank=0))
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
+        return answer
+
+    def stop(self) -> None:
+        """Cancels what the loop runs, and ends its thread."""
+        # Suppressed: it is stopped already.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _run(self, make: Callable[[], T], ready: Future[T]) -> None:
+        async def begin() -> T:
+            return make()
+
+        try:
+            try:
+                ready.set_result(self.loop.run_until_complete(begin()))
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                ready.set_exception(error)
+                return
+            self.loop.run_forever()
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks))
+        finally:
+            self.loop.close()
+            for answer in list(self._asked):  # what came while the loop ended
+                answer.cancel()

@@ -264,17 +264,12 @@ def _invite(dist: Any, group: Any) -> _Invite:
     """Returns the broadcast of the first rank, after connecting to the Ray that was named."""
     ranks = dist.get_process_group_ranks(group)
     name = group_name(ranks[0], len(ranks))
-    if not _is_named():
+    ray = sys.modules.get("ray")
+    if named_address() is None and not (ray is not None and ray.is_initialized()):
         return _Invite(name, None)
     from ray_dcp.runtime.ray_session import attach_named
 
     return _Invite(name, attach_named(None))
-
-
-def _is_named() -> bool:
-    """Returns whether there is a Ray to use: this process is in it, or `RAY_ADDRESS` names it."""
-    ray = sys.modules.get("ray")
-    return named_address() is not None or bool(ray is not None and ray.is_initialized())
 
 
 def _join_session(call: _Invite, rank: int, world_size: int, lease_s: float) -> Session:

@@ -57,7 +57,7 @@ from ray_dcp.io.reader import (
     read_items,
     read_prepared,
 )
-from ray_dcp.io.shared_read import SharedReadStorage, SmallFiles, Transport
+from ray_dcp.io.shared_read import SharedReadStorage, SmallFiles
 from ray_dcp.io.threads import run_within
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import (
@@ -81,6 +81,7 @@ from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.run_listing import ListedRun, ListedStep, list_run
 
 if TYPE_CHECKING:
+    from ray_dcp.runtime.shared_reads import RayPeers
     from ray_dcp.torch_adapter.targets import Targets
 
 KeptIn = Callable[[Storage, str], MemoryTierStorage | None]
@@ -113,24 +114,6 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-
-
-SHARE_BYTES = 256 << 20
-"""Most bytes of a rank that are in the object store for other ranks at a time."""
-
-
-class Peers:
-    """Access to the other ranks of a load. This class finds none of them."""
-
-    node = ""
-
-    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
-        """Returns the transport of shared units, or None."""
-        return None
-
-    def budget_bytes(self, ranks_here: int) -> int:
-        """Returns how many bytes a rank may offer at a time."""
-        return SHARE_BYTES
 
 
 LoadPlanning = Generator[Request, Reply, "Targets"]
@@ -168,8 +151,8 @@ class RankLoad:
     """Progress of this rank, and whether it has to stop."""
     kept: KeptIn | None = None
     """Finds what nodes keep of an attempt in memory; None if this rank can't ask them."""
-    peers: Peers = field(default_factory=Peers)
-    """Access to the other ranks, to share reads with them."""
+    peers: RayPeers | None = None
+    """Access to the other ranks, to share reads with them; None if there is none."""
     _storage: Storage = field(init=False)
     _opened: SmallFiles = field(init=False)
 
@@ -323,7 +306,7 @@ class RankLoad:
             prepared: The reads of this rank.
         """
         choice, traits = self.options.share_reads, read_traits_of(self._opened)
-        if choice is False or not self.peers.node or not traits.shared:
+        if choice is False or self.peers is None or not traits.shared:
             return None
         ranges = merged(*prepared.reads())
         if not len(ranges) or len(ranges) > MOST_RANGES:
@@ -395,13 +378,11 @@ class RankLoad:
         prepared: Prepared,
         share: RankShare | None,
     ) -> SharedReadStorage | None:
-        if share is None:
+        if share is None or self.peers is None:
             return None
         progress, options = self.progress, self.options
         # Why not `key`: the call may have another number by now.
         exchange = self.peers.exchange(progress.key or self.key, self.rank, progress.check)
-        if exchange is None:
-            return None
         return SharedReadStorage(
             storage,
             checkpoint.table.files,

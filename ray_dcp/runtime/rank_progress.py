@@ -30,7 +30,6 @@ from ray_dcp.store.storage import (
 )
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.inline import InlineSession
     from ray_dcp.runtime.session import Session
 
 
@@ -288,7 +287,7 @@ class Activity:
 
     def __init__(
         self,
-        session: Session | InlineSession,
+        session: Session,
         timeout_s: float,
         key: OpKey | None = None,
     ) -> None:

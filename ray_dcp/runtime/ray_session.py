@@ -301,14 +301,8 @@ class RaySession(Session):
         self._me = ray_private.this_caller(os.getpid())
         node, _ = ray_private.this_connection() or ("", "")
         who = f"the coordinator of session {self._actor!r}"
-        super().__init__(
-            name,
-            rank,
-            world_size,
-            who=who,
-            node=node,
-            heartbeats=RayHeartbeatSender(self._reach, name, rank, who, self._actor),
-        )
+        super().__init__(name, rank, world_size, who=who, node=node)
+        self._heartbeats = RayHeartbeatSender(self._reach, name, rank, who, self._actor)
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._handle: Any = None

@@ -41,7 +41,7 @@ LOOK_S = 0.5
 class _Seen:
     handle: Any = None
     heard_s: float = 0.0
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    asking: asyncio.Task[None] | None = None
 
 
 class StagerWatch:
@@ -87,10 +87,8 @@ class StagerWatch:
         for name, keys in needed.items():
             seen = self._seen[name]
             timeout_s = min(keys.values())
-            if not seen.asking:
-                task = asyncio.ensure_future(self._ask(name, seen))
-                seen.asking.add(task)
-                task.add_done_callback(seen.asking.discard)
+            if seen.asking is None or seen.asking.done():
+                seen.asking = asyncio.ensure_future(self._ask(name, seen))
             if now_s - seen.heard_s > timeout_s:
                 why = (
                     f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "

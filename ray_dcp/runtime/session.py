@@ -5,9 +5,9 @@ process group, with one broadcast and one gather. After that no operation uses t
 was named, it is a `RaySession`, else a `SocketSession`; a process that is alone has an
 `InlineSession`. A session only carries messages to the coordinator and replies back.
 
-`CallTimeouts` are the outermost bounds of a rank's calls, longer than all deadlines of the
-coordinator: for a coordinator that sends heartbeats but never answers. One that is dead or frozen
-is detected long before (`heartbeat`).
+`longest_s` is the outermost bound of a rank's calls, longer than all deadlines of the coordinator:
+for a coordinator that sends heartbeats but never answers. One that is dead or frozen is detected
+long before (`heartbeat`).
 
 `Connection` knows whether this process is still connected to the Ray of its handles. *Why*: users
 shut Ray down, and start it again. A handle from before is useless then, and a call to Ray in a
@@ -24,19 +24,18 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Left,
-    LoadDone,
-    LoadJoin,
-    LoadReady,
     OpKey,
     PartsHeld,
     Reply,
@@ -61,49 +60,27 @@ MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds. The
 coordinator knows which ranks are missing, so its error is the better one."""
 
-_PLAN_PHASES = 5
-"""Phases between a join and its reply, each with the deadline `plan_timeout_s`: all ranks join,
-some send their rows, twice at most, the storage is read, the plan is made."""
-_OPEN_PHASES = 3
-"""The same for a load: all ranks join, the storage is read, and one to spare."""
-_COMMIT_PHASES = 5
-"""Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
+_PHASES = 5
+"""Most phases of one operation that have the deadline `plan_timeout_s`, and as many that have
+`commit_timeout_s`."""
 _REMEMBERED = 16
-"""Number of operations whose options are remembered."""
+"""Number of operations whose bounds are remembered."""
 
 
-class CallTimeouts:
-    """The timeouts of one rank's calls, by the options of the operations that it has begun.
+def longest_s(options: SaveOptions | LoadOptions) -> float:
+    """Returns how long the coordinator may take for an operation before it counts as lost.
 
-    Examples:
-        >>> from ray_dcp.commit_protocol.messages import Target
-        >>> key = OpKey("run", 0)
-        >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
-        1920.0
+    Args:
+        options: Options of the save or load.
+
+    Returns:
+        Seconds: the sum of all deadlines of the operation, and `MARGIN_S`.
     """
-
-    def __init__(self) -> None:
-        self._options: dict[OpKey, SaveOptions | LoadOptions] = {}
-
-    def of(self, request: Request) -> float:
-        """Returns how long the coordinator may take to answer before it counts as lost, in seconds.
-
-        Args:
-            request: Any request of this rank, after the one that begins its operation.
-        """
-        if isinstance(request, Exchange):
-            return request.timeout_s + MARGIN_S
-        if isinstance(request, Opening):
-            kept = [*self._options.items()][-_REMEMBERED:]
-            self._options = dict([*kept, (request.key, request.options)])
-            phases = _OPEN_PHASES if isinstance(request, LoadJoin) else _PLAN_PHASES
-            return phases * request.options.plan_timeout_s + MARGIN_S
-        options = self._options.get(request.key)
-        if isinstance(request, LoadReady | LoadDone):
-            load = options if isinstance(options, LoadOptions) else LoadOptions()
-            return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
-        save = options if isinstance(options, SaveOptions) else SaveOptions()
-        return save.write_timeout_s + _COMMIT_PHASES * save.commit_timeout_s + MARGIN_S
+    if isinstance(options, LoadOptions):
+        own_s = options.read_timeout_s
+    else:
+        own_s = options.write_timeout_s + _PHASES * options.commit_timeout_s
+    return _PHASES * options.plan_timeout_s + own_s + MARGIN_S
 
 
 class Session(ABC):
@@ -118,9 +95,10 @@ class Session(ABC):
         world_size: Number of ranks.
         who: Description of the coordinator, for errors.
         node: Name of this rank's node.
-        heartbeats: Sends the heartbeats.
     """
 
+    _heartbeats: HeartbeatSender
+    """Sends the heartbeats; a process that is alone sends none."""
     stages_itself = True
     """Whether this process holds the bytes of its asynchronous saves; if not, a stager does."""
 
@@ -132,7 +110,6 @@ class Session(ABC):
         *,
         who: str,
         node: str,
-        heartbeats: HeartbeatSender,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -144,8 +121,7 @@ class Session(ABC):
         self._lock = threading.Lock()
         self._next_seq, self.skipped_calls = 0, 0
         self.plans, self.history = PlanMemory(), RunHistory()
-        self._timeouts = CallTimeouts()
-        self._heartbeats = heartbeats
+        self._longest_s: dict[OpKey, float] = {}
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
@@ -192,7 +168,7 @@ class Session(ABC):
         self._check_open()
         is_held = isinstance(request, SaveStaged | PartsHeld)
         outlives_restart = is_held or isinstance(request, Opening)
-        timeout_s = self._timeouts.of(request)
+        timeout_s = self._bound_s(request)
         try:
             reply: Reply = self._batched(request, silence_s) or self._ask(
                 "call",
@@ -209,6 +185,15 @@ class Session(ABC):
             self.leave(Left(request.key, f"{type(error).__name__}: {error.message}"))
             raise
         return reply
+
+    def _bound_s(self, request: Request) -> float:
+        """Returns how long the coordinator may take to answer, in seconds."""
+        if isinstance(request, Exchange):
+            return request.timeout_s + MARGIN_S
+        if isinstance(request, Opening):
+            kept = [*self._longest_s.items()][-_REMEMBERED:]
+            self._longest_s = dict([*kept, (request.key, longest_s(request.options))])
+        return self._longest_s.get(request.key) or longest_s(SaveOptions())
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Fails a save on all ranks with `SaveCancelledError`, unless its commit has begun.
@@ -312,6 +297,57 @@ class Session(ABC):
                 f"the one that ray_dcp.connect returned before",
                 rank=self.rank,
             )
+
+
+LOOK_S = 0.5
+"""Interval at which a waiting call checks whether it is still useful, in seconds."""
+
+
+class LinkSession(Session):
+    """A session whose calls are futures of a link to the coordinator."""
+
+    @property
+    @abstractmethod
+    def _link(self) -> Any:
+        """The link: its `ask` returns the future result of a method of the coordinator."""
+
+    @property
+    def _caller(self) -> Any:
+        return None
+
+    def _ask(
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float,
+        given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
+        uncounted_s: Callable[[], float] = lambda: 0.0,
+    ) -> Any:
+        begun_s = time.monotonic()
+        answer = self._link.ask(method, *arguments)
+        try:
+            while True:
+                left_s = begun_s + timeout_s + uncounted_s() - time.monotonic()
+                futures.wait([answer], max(0.0, min(left_s, LOOK_S)))
+                if answer.done():
+                    return answer.result()
+                reason = given_up(False)
+                if reason is not None:
+                    raise reason
+                if left_s <= 0:
+                    raise DeadlineError(
+                        f"Expected {self._who} to answer within {timeout_s:g} s, but it did not. "
+                        f"Look whether that process is frozen, or raise the timeout",
+                        rank=self.rank,
+                    )
+        except futures.CancelledError:
+            raise ParticipantError(
+                f"Expected session {self.name!r} to be open until the end of the call, but this "
+                f"process closed it meanwhile",
+                rank=self.rank,
+            ) from None
+        finally:
+            answer.cancel()
 
 
 class GroupSessions:

@@ -30,13 +30,15 @@ from ray_dcp.commit_protocol.load import (
 from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError
-from ray_dcp.io.shared_read import SHARE_TIMEOUT_S, Transport
+from ray_dcp.io.shared_read import SHARE_TIMEOUT_S
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.rank_load import Peers
 
 LISTEN_S = 5.0
 """How long the coordinator delays the answer to a request for updates, in seconds."""
+
+SHARE_BYTES = 256 << 20
+"""Most bytes of a rank that are in the object store for other ranks at a time."""
 
 STORE_SHARE = 3
 """The ranks of a node together offer at most this fraction (1 / n) of its object store."""
@@ -47,7 +49,7 @@ _USES = 8
 logger = logging.getLogger(__name__)
 
 
-class RayPeers(Peers):
+class RayPeers:
     """The other ranks of a session with a coordinator.
 
     Args:
@@ -58,20 +60,19 @@ class RayPeers(Peers):
         self._coordinator = coordinator
         self.node = ray.get_runtime_context().get_node_id()
 
-    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
-        """See `Peers.exchange`."""
+    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> RayTransport:
+        """Returns the transport of shared units."""
         return RayTransport(self._coordinator, key, rank, check)
 
     def budget_bytes(self, ranks_here: int) -> int:
-        """See `Peers.budget_bytes`.
+        """Returns how many bytes a rank may offer at a time.
 
         *Why* the store's size is read: a full store does not refuse bytes but spills them to disk.
         """
-        most = super().budget_bytes(ranks_here)
         with suppress(CheckpointError):
             room = int(ray_private.store_bytes(self.node))
-            return min(most, room // STORE_SHARE // max(ranks_here, 1))
-        return most
+            return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
+        return SHARE_BYTES
 
 
 class RayTransport:

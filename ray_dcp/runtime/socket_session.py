@@ -1,10 +1,10 @@
 """`SocketSession`: the session of a rank of a torch process group for which no Ray was named.
 
-Rank 0 runs the coordinator, a `SocketCoordinator`: a `CoordinatorLoop` in threads of its process.
-It listens on the interface by which the job's store is reached, or by which the other machines are
-if that is the loopback interface. A random key travels through the store; a `Channel` authenticates
-both ends with it before a byte is unpickled. A connection that closes is a hint: a rank that does
-not connect again within `RETURN_S` counts as dead.
+Rank 0 runs the coordinator, a `CoordinatorLoop`, in a thread of its process. It listens on the
+interface by which the job's store is reached, or by which the other machines are if that is the
+loopback interface. A random key travels through the store; a `Channel` authenticates both ends by
+it before a byte is unpickled. A connection that closes is a hint: a rank that does not connect
+again within `RETURN_S` counts as dead.
 
 A rank whose connection closes connects again, and sends its unanswered messages again. If nothing
 listens any more, rank 0 has ended, and the session with it: operations in progress are settled on
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
+import hmac
 import ipaddress
 import json
 import logging
@@ -25,33 +26,20 @@ import pickle
 import platform
 import secrets
 import socket
-import struct
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import count
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from queue import Queue
 from typing import Any
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, HeartbeatAck
-from ray_dcp.core.processes import OwnProcess, start_thread
-from ray_dcp.errors import (
-    CheckpointError,
-    DeadlineError,
-    InternalError,
-    LimitError,
-    ParticipantError,
-)
-from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
+from ray_dcp.core.processes import OwnProcess
+from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
+from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
-from ray_dcp.runtime.session import Session
+from ray_dcp.runtime.session import LinkSession
 
 RETURN_S = 0.5
 """How long a rank whose connection closed may take to connect again, in seconds."""
@@ -63,14 +51,26 @@ EXIT_S = 10.0
 """How long the process of rank 0 waits at its exit until the other ranks have their answers, in
 seconds."""
 
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
 """An idle connection closes 25 s after the last sign of the other machine; and no device on the way
 drops it before."""
 
 _METHODS = frozenset(["call", "beat", "cancel", "leave", "info"])
 """Methods of the coordinator that ranks may call."""
 
-_open: set[socket.socket | Connection] = set()
+_NONCE_BYTES = 32
+_READ_BYTES = 1 << 20
+
+CLOSED = (EOFError, OSError, asyncio.TimeoutError)
+"""Errors of a connection that can't be made, or is closed."""
+
+_open: set[socket.socket] = set()
 """The open sockets of this process. *Why*: as long as a forked child has them, the end of its
 parent closes none, and nobody detects it."""
 
@@ -85,103 +85,140 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Channel:
-    """An authenticated connection for numbered messages. Sending does not block.
+    """An authenticated connection for numbered messages. Used in the event loop's thread.
 
     Args:
-        sock: A connected socket; closed if authentication fails.
-        key: The key that both ends know.
-        serves: Whether this end accepted the connection.
-
-    Raises:
-        AuthenticationError: The other end does not know the key.
-        OSError: The connection is closed, or the other end does not answer.
+        sock: The connected socket.
+        reader: Reads from it.
+        writer: Writes to it.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, *, serves: bool) -> None:
-        sock.settimeout(None)
-        self._sock, self._connection = sock, Connection(os.dup(sock.fileno()))
-        _open.update((self._sock, self._connection))
-        self._outgoing: Queue[bytes | None] = Queue()
+    def __init__(
+        self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._sock, self._reader, self._writer = sock, reader, writer
+
+    @classmethod
+    async def begin(cls, sock: socket.socket, key: bytes, *, serves: bool) -> Channel:
+        """Returns the channel over a connected socket; closes the socket if that fails.
+
+        Args:
+            sock: The socket.
+            key: The key that both ends know.
+            serves: Whether this end accepted the connection.
+
+        Raises:
+            PermissionError: The other end does not know the key.
+            OSError: The connection is closed.
+            TimeoutError: The other end does not answer.
+        """
+        _open.add(sock)
+        channel = None
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE.items():
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
-            self._limit_reads(HANDSHAKE_S)
-            steps = [deliver_challenge, answer_challenge]
-            for step in steps if serves else reversed(steps):
-                step(self._connection, key)
-            self._limit_reads(0.0)
-            start_thread(self._send_all, "ray_dcp sends")
+            for option in _OPTIONS:
+                sock.setsockopt(*option)
+            channel = cls(sock, *await asyncio.open_connection(sock=sock, limit=_READ_BYTES))
+            await asyncio.wait_for(channel._authenticate(key, serves), HANDSHAKE_S)
         except BaseException:
-            self.close()
+            if channel is not None:
+                channel.close()
+            _open.discard(sock)
+            sock.close()
             raise
+        return channel
+
+    async def _authenticate(self, key: bytes, serves: bool) -> None:
+        """Proves to the other end that this one knows the key, and checks the same."""
+        own, roles = secrets.token_bytes(_NONCE_BYTES), (b"serves", b"calls")
+        mine, theirs = roles if serves else reversed(roles)
+        self._writer.write(own)
+        other = await self._reader.readexactly(_NONCE_BYTES)
+        if serves:
+            # Why the caller first: a stranger gets no proof of the key.
+            await self._check(key, theirs + own + other)
+        self._writer.write(hmac.digest(key, mine + other + own, "sha256"))
+        if not serves:
+            await self._check(key, theirs + own + other)
+
+    async def _check(self, key: bytes, signed: bytes) -> None:
+        found = await self._reader.readexactly(32)
+        if not hmac.compare_digest(found, hmac.digest(key, signed, "sha256")):
+            raise PermissionError("the other end does not know the key of this session")
 
     def send(self, number: int, message: Any) -> None:
-        """Queues a message for sending; drops it if the connection is closed."""
-        self._outgoing.put(number.to_bytes(8, "big") + pickle.dumps(message, -1))
+        """Begins to send a message; drops it if the connection is closed."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if not self._writer.is_closing():
+            self._writer.write(number.to_bytes(8, "big") + len(data).to_bytes(8, "big"))
+            self._writer.write(data)
 
-    def receive(self) -> tuple[int, bytes]:
+    async def receive(self) -> tuple[int, bytes]:
         """Returns the next message: its number and its pickled content.
 
         Raises:
             EOFError: The connection is closed.
             OSError: The same.
         """
-        data = self._connection.recv_bytes()
-        return int.from_bytes(data[:8], "big"), data[8:]
-
-    def flush(self, end_s: float) -> None:
-        """Waits until all messages are sent, or `time.monotonic` has passed `end_s`."""
-        with self._outgoing.all_tasks_done:
-            self._outgoing.all_tasks_done.wait_for(
-                lambda: not self._outgoing.unfinished_tasks, max(0.0, end_s - time.monotonic())
-            )
+        head = await self._reader.readexactly(16)
+        data = await self._reader.readexactly(int.from_bytes(head[8:], "big"))
+        return int.from_bytes(head[:8], "big"), data
 
     def close(self) -> None:
-        """Closes the connection; a thread that waits in `receive` gets an error."""
-        # Suppressed: the other end closed it first.
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        for one in (self._sock, self._connection):
-            _open.discard(one)
-        self._sock.close()
-        self._outgoing.put(None)
+        """Closes the connection, once what was sent has left."""
+        self._writer.close()
+        _open.discard(self._sock)
 
-    def _limit_reads(self, timeout_s: float) -> None:
-        # Why not settimeout: it makes the descriptor one that does not block.
-        limit = struct.pack("ll", int(timeout_s), 0)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-    def _send_all(self) -> None:
-        broken = False
-        while (data := self._outgoing.get()) is not None:
-            try:
-                if not broken:
-                    self._connection.send_bytes(data)
-            except OSError:
-                broken = True
-            finally:
-                self._outgoing.task_done()
+    async def closed(self, timeout_s: float) -> None:
+        """Closes the connection; returns when what was sent has left, or `timeout_s` has passed."""
+        self.close()
+        # Suppressed: the other end closed it first, or does not read.
+        with suppress(*CLOSED):
+            await asyncio.wait_for(self._writer.wait_closed(), timeout_s)
 
 
 class _ServingLoop(CoordinatorLoop):
-    """The loop, with the connections of its ranks."""
+    """The loop, with the connections of its ranks.
 
-    def __init__(self) -> None:
+    Args:
+        server: The listening socket; closed by `shut`.
+        key: Authenticates the ranks.
+    """
+
+    def __init__(self, server: socket.socket, key: bytes) -> None:
         super().__init__()
+        self._server, self._key = server, key
         self.channels: dict[Member, Channel] = {}
         self._resumed.set()
         self._start(self._check_silence())
+        self._accepting = asyncio.ensure_future(self._accept())
 
-    def connected(self, member: Member, place: str, channel: Channel) -> None:
-        """Registers a rank with its connection."""
-        self.channels[member] = channel
-        self._register(*member, place)
+    async def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(self._server)
+            except OSError:  # no more descriptors
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            self._start(self._serve(sock))
 
-    def disconnected(self, member: Member, place: str, channel: Channel) -> None:
-        """Handles a connection that closed."""
-        if self.channels.get(member) is channel:
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            channel = await Channel.begin(sock, self._key, serves=True)
+        except CLOSED as error:
+            logger.warning("Refused a connection to the coordinator: %r", error)
+            return
+        member: Member | None = None
+        place = ""
+        # Suppressed: the connection is closed.
+        with suppress(EOFError, OSError):
+            session, rank, place = pickle.loads((await channel.receive())[1])
+            member = (session, rank)
+            self.channels[member] = channel
+            self._register(*member, place)
+            while True:
+                self._start(self._answer(channel, *await channel.receive()))
+        channel.close()
+        if member is not None and self.channels.get(member) is channel:
             del self.channels[member]
             self._loop.call_later(RETURN_S, self._check_returned, member, place)
 
@@ -198,10 +235,6 @@ class _ServingLoop(CoordinatorLoop):
         self.channels.pop((session, rank), None)
         await super().leave(session, rank)
 
-    def answer(self, channel: Channel, number: int, data: bytes) -> None:
-        """Begins to answer a message."""
-        self._start(self._answer(channel, number, data))
-
     async def _answer(self, channel: Channel, number: int, data: bytes) -> None:
         try:
             method, arguments = pickle.loads(data)
@@ -214,15 +247,21 @@ class _ServingLoop(CoordinatorLoop):
             text = f"{type(error).__name__}: {error}. Please report this"
             channel.send(number, (False, InternalError(f"The coordinator failed: {text}")))
 
-    async def idle(self) -> list[Channel]:
-        """Returns the connections, once no operation is in progress."""
-        while self._performing or self._coordination.active:
+    async def shut(self, session: str) -> None:
+        """Leaves for rank 0, and closes the connections once the other ranks have their answers."""
+        self._accepting.cancel()
+        _open.discard(self._server)
+        self._server.close()
+        end_s = self._loop.time() + EXIT_S
+        await self.leave(session, 0)
+        while (self._performing or self._coordination.active) and self._loop.time() < end_s:
             await asyncio.sleep(0.01)
-        return [*self.channels.values()]
+        left_s = max(0.0, end_s - self._loop.time())
+        await asyncio.gather(*(channel.closed(left_s) for channel in self.channels.values()))
 
 
-class SocketCoordinator:
-    """The coordinator of one session, in threads of rank 0's process, and rank 0's link to it.
+class SocketCoordinator(LoopThread[_ServingLoop]):
+    """The coordinator of one session, in a thread of rank 0's process, and rank 0's link to it.
 
     Args:
         session: Name of the session.
@@ -238,115 +277,137 @@ class SocketCoordinator:
     on_end: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, session: str, host: str, key: bytes) -> None:
-        self._session, self._key = session, key
-        self._process = OwnProcess()
-        self._closing = False
+        self._session, self._process = session, OwnProcess()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, 0), family=family, backlog=1024)
-        _open.add(self._server)
-        self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-        ready: Future[_ServingLoop] = Future()
-        start_thread(partial(self._run, ready), "ray_dcp coordinator")
-        self._serving = ready.result()
-        start_thread(self._accept_all, "ray_dcp accepts")
+        server = socket.create_server((host, 0), family=family, backlog=1024)
+        server.setblocking(False)
+        _open.add(server)
+        self.address: tuple[str, int] = (host, server.getsockname()[1])
+        super().__init__(lambda: _ServingLoop(server, key))
         atexit.register(self.close)
-
-    def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Returns the future result of a method of the coordinator."""
-        if self._closing:
-            failed: Future[Any] = Future()
-            failed.set_exception(ParticipantError("The coordinator was closed", rank=0))
-            return failed
-        call = getattr(self._serving, method)
-        return asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
 
     def close(self) -> None:
         """Ends the coordinator, once the other ranks have their answers; rank 0 leaves for them."""
-        if self._closing or not self._process.is_this:
+        if not self._process.is_this or self.loop.is_closed():
             return
-        end_s = time.monotonic() + EXIT_S
-        leaves, idle = self.ask("leave", self._session, 0), self.ask("idle")
-        self._closing = True
         atexit.unregister(self.close)
-        _open.discard(self._server)
-        # Suppressed: nobody is connected, or nobody waits longer.
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        with suppress(Exception):
-            leaves.result(EXIT_S)
-            for channel in idle.result(max(0.0, end_s - time.monotonic())):
-                channel.flush(end_s)
-        for channel in [*self._serving.channels.values()]:
-            channel.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self, ready: Future[_ServingLoop]) -> None:
-        async def begin() -> None:
-            ready.set_result(_ServingLoop())
-
-        self._loop = asyncio.new_event_loop()
-        try:
-            self._loop.run_until_complete(begin())
-            self._loop.run_forever()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        except BaseException as error:
-            with suppress(InvalidStateError):
-                ready.set_exception(error)
-            raise
-        finally:
-            self._loop.close()
-
-    def _accept_all(self) -> None:
-        while not self._closing:
-            try:
-                sock, _ = self._server.accept()
-            except OSError:  # closed, or no more descriptors
-                threading.Event().wait(0.0 if self._closing else _PAUSE_S)
-                continue
-            try:
-                start_thread(partial(self._serve, sock), "ray_dcp serves")
-            except LimitError as error:
-                logger.warning("A rank can't connect: %s", error)
-                sock.close()
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            channel = Channel(sock, self._key, serves=True)
-        except (AuthenticationError, EOFError, OSError, LimitError) as error:
-            logger.warning("Refused a connection to the coordinator: %r", error)
-            return
-        member: Member | None = None
-        place = ""
-        # Suppressed: the connection closed; or this coordinator did, and its loop with it.
-        with suppress(EOFError, OSError, RuntimeError):
-            session, rank, place = pickle.loads(channel.receive()[1])
-            member = (session, rank)
-            self._in_loop(self._serving.connected, member, place, channel)
-            while True:
-                self._in_loop(self._serving.answer, channel, *channel.receive())
-        channel.close()
-        with suppress(RuntimeError):
-            if member is not None:
-                self._in_loop(self._serving.disconnected, member, place, channel)
-
-    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(call, *arguments)
+        # Suppressed: nobody waits longer.
+        with suppress(CheckpointError, futures.TimeoutError):
+            self.ask("shut", self._session).result(EXIT_S + 1.0)
+        self.stop()
 
 
 JOIN_S = 60.0
 """How long the ranks wait for each other while they connect, in seconds."""
 
-LOOK_S = 0.5
-"""Interval at which a waiting call checks whether it is still useful, in seconds."""
-
 _PAUSE_S = 0.2
 """Pause before another try to connect or to accept a connection, in seconds."""
 
 logger = logging.getLogger(__name__)
+
+
+class _Calling:
+    """The end of a connection at which a rank calls. Used in the event loop's thread.
+
+    Args:
+        connect: Returns a new connection.
+        on_end: Called with the error when no connection can be made any more.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Coroutine[Any, Any, Channel]],
+        on_end: Callable[[Exception], ParticipantError],
+    ) -> None:
+        self._connect, self._on_end = connect, on_end
+        self._numbers = count(1)
+        self.unanswered: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
+        self.channel: Channel | None = None
+        self._ended: ParticipantError | None = None
+        self._closing = False
+
+    async def begin(self) -> None:
+        """Makes the first connection.
+
+        Raises:
+            PermissionError: The process that listens there does not know the key.
+            OSError: No process listens there.
+            TimeoutError: It does not answer.
+        """
+        self.channel = await self._connect()
+        self._running = asyncio.ensure_future(self._run(self.channel))
+
+    async def call(self, message: Any) -> Any:
+        """Returns the answer to a message, which is sent again after a connection broke."""
+        if self._ended is not None:
+            raise copy.copy(self._ended)
+        number: int = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self.unanswered[number] = (message, answer)
+        try:
+            if self.channel is not None:
+                self.channel.send(number, message)
+            return await answer
+        finally:
+            del self.unanswered[number]
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._closing = True
+        if self.channel is not None:
+            await self.channel.closed(1.0)
+
+    async def _run(self, channel: Channel) -> None:
+        while True:
+            # Suppressed: the connection is closed.
+            with suppress(EOFError, OSError):
+                while True:
+                    self._take(*await channel.receive())
+            channel.close()
+            try:
+                channel = await self._connect_again()
+            except CLOSED as error:
+                ended = self._ended = self._on_end(error)
+                for _, answer in self.unanswered.values():
+                    if not answer.done():
+                        answer.set_exception(copy.copy(ended))
+                return
+            self.channel = channel
+            for number, (message, _) in self.unanswered.items():
+                channel.send(number, message)
+
+    def _take(self, number: int, data: bytes) -> None:
+        _, answer = self.unanswered.get(number, (None, None))
+        if answer is None or answer.done():  # nobody waits any more, or it came twice
+            return
+        try:
+            succeeded, value = pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
+            succeeded, value = False, InternalError(f"Expected an answer, found {error!r}")
+        if succeeded:
+            answer.set_result(value)
+        else:
+            answer.set_exception(value)
+
+    async def _connect_again(self) -> Channel:
+        """Returns another connection.
+
+        Raises:
+            OSError: This rank closed the session; or nothing listens, as rank 0 has ended; or no
+                connection could be made for `OUT_OF_REACH_S`.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + OUT_OF_REACH_S
+        while not self._closing:
+            try:
+                return await self._connect()
+            except ConnectionRefusedError:
+                raise
+            except CLOSED:
+                if loop.time() > end_s:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+        raise ConnectionAbortedError("this rank has closed the session")
 
 
 class SocketLink:
@@ -360,8 +421,9 @@ class SocketLink:
         key: Authenticates both ends.
 
     Raises:
-        AuthenticationError: The process that listens there does not know the key.
+        PermissionError: The process that listens there does not know the key.
         OSError: No process listens there.
+        TimeoutError: It does not answer.
     """
 
     def __init__(
@@ -369,106 +431,48 @@ class SocketLink:
     ) -> None:
         self.ended: ParticipantError | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self._member, self._place, self._address, self._key = (session, rank), place, address, key
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._numbers = count(1)
-        self._unanswered: dict[int, tuple[Any, Future[Any]]] = {}
-        self._channel = self._connect()
-        start_thread(self._run, "ray_dcp answers")
+        self._hello, self._address, self._key = (session, rank, place), address, key
+        self._thread = LoopThread(lambda: _Calling(self._connect, self._end))
+        try:
+            self._thread.ask("begin").result()
+        except BaseException:
+            self._thread.stop()
+            raise
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Returns the future result of a method of the coordinator."""
-        number, answer = next(self._numbers), Future[Any]()
-        message = (method, arguments)
-        with self._lock:
-            if self.ended is not None:
-                answer.set_exception(copy.copy(self.ended))
-                return answer
-            self._unanswered[number] = (message, answer)
-            channel = self._channel
-        answer.add_done_callback(lambda _: self._unanswered.pop(number, None))
-        channel.send(number, message)
-        return answer
+        return self._thread.ask("call", (method, arguments))
 
     def close(self) -> None:
         """Closes the connection."""
-        self._closing.set()
-        self._channel.flush(time.monotonic() + 1.0)
-        self._channel.close()
+        with suppress(CheckpointError, futures.TimeoutError):
+            self._thread.ask("close").result(2.0)
+        self._thread.stop()
 
-    def _connect(self) -> Channel:
-        sock = socket.create_connection(self._address, HANDSHAKE_S)
-        channel = Channel(sock, self._key, serves=False)
-        channel.send(0, (*self._member, self._place))
+    async def _connect(self) -> Channel:
+        host, port = self._address
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.setblocking(False)
+        try:
+            connected = asyncio.get_running_loop().sock_connect(sock, (host, port))
+            await asyncio.wait_for(connected, HANDSHAKE_S)
+        except BaseException:
+            sock.close()
+            raise
+        channel = await Channel.begin(sock, self._key, serves=False)
+        channel.send(0, self._hello)
         return channel
 
-    def _run(self) -> None:
-        while True:
-            # Suppressed: the connection is closed.
-            with suppress(EOFError, OSError):
-                while True:
-                    self._take(*self._channel.receive())
-            self._channel.close()
-            try:
-                channel = self._connect_again()
-            except (AuthenticationError, EOFError, OSError, LimitError) as error:
-                self._end(error)
-                return
-            with self._lock:
-                self._channel = channel
-                again = [(number, message) for number, (message, _) in self._unanswered.items()]
-            for number, message in again:
-                channel.send(number, message)
-
-    def _take(self, number: int, data: bytes) -> None:
-        _, answer = self._unanswered.get(number, (None, None))
-        if answer is None:  # nobody waits any more, or it came twice
-            return
-        # Suppressed: whoever waited has just given up.
-        with suppress(InvalidStateError):
-            try:
-                succeeded, value = pickle.loads(data)
-            except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
-                succeeded, value = False, InternalError(f"Expected an answer, found {error!r}")
-            if succeeded:
-                answer.set_result(value)
-            else:
-                answer.set_exception(value)
-
-    def _connect_again(self) -> Channel:
-        """Returns another connection.
-
-        Raises:
-            OSError: This rank closed the session; or nothing listens, as rank 0 has ended; or no
-                connection could be made for `OUT_OF_REACH_S`.
-        """
-        end_s = time.monotonic() + OUT_OF_REACH_S
-        while not self._closing.is_set():
-            try:
-                return self._connect()
-            except ConnectionRefusedError:
-                raise
-            except (EOFError, OSError):
-                if time.monotonic() > end_s:
-                    raise
-            self._closing.wait(_PAUSE_S)
-        raise ConnectionAbortedError("this rank has closed the session")
-
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: Exception) -> ParticipantError:
         host, port = self._address
-        with self._lock:
-            self.ended = ParticipantError(
-                f"Expected rank 0 to live, as the coordinator of session {self._member[0]!r} is in "
-                f"its process, but nobody answers at {host}:{port} any more "
-                f"({type(error).__name__}). Look at the log of rank 0, and restart the job",
-                rank=0,
-            )
-            unanswered = [*self._unanswered.values()]
-        for _, answer in unanswered:
-            with suppress(InvalidStateError):
-                answer.set_exception(copy.copy(self.ended))
+        self.ended = ParticipantError(
+            f"Expected rank 0 to live, as the coordinator of session {self._hello[0]!r} is in its "
+            f"process, but nobody answers at {host}:{port} any more ({type(error).__name__}). Look "
+            f"at the log of rank 0, and restart the job",
+            rank=0,
+        )
         self.on_end()
+        return self.ended
 
 
 CoordinatorLink = SocketLink | SocketCoordinator
@@ -532,7 +536,7 @@ class SocketHeartbeatSender(HeartbeatSender):
             self._abandon(self._frozen)
 
 
-class SocketSession(Session):
+class SocketSession(LinkSession):
     """A session without Ray; see the module.
 
     Args:
@@ -547,15 +551,13 @@ class SocketSession(Session):
         self, name: str, rank: int, world_size: int, link: CoordinatorLink, place: str
     ) -> None:
         who = f"the coordinator of session {name!r}, in the process of rank 0,"
-        super().__init__(
-            name,
-            rank,
-            world_size,
-            who=who,
-            node=platform.node(),
-            heartbeats=SocketHeartbeatSender(link, name, rank, who),
-        )
-        self._link, self._place = link, place
+        super().__init__(name, rank, world_size, who=who, node=platform.node())
+        self._heartbeats = SocketHeartbeatSender(link, name, rank, who)
+        self._connected, self._place = link, place
+
+    @property
+    def _link(self) -> CoordinatorLink:
+        return self._connected
 
     @property
     def _caller(self) -> str:
@@ -566,40 +568,6 @@ class SocketSession(Session):
         with suppress(CheckpointError, futures.TimeoutError):
             self._link.ask("leave", self.name, self.rank).result(1.0)
         self._link.close()
-
-    def _ask(
-        self,
-        method: str,
-        *arguments: Any,
-        timeout_s: float,
-        given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
-        uncounted_s: Callable[[], float] = lambda: 0.0,
-    ) -> Any:
-        begun_s = time.monotonic()
-        answer = self._link.ask(method, *arguments)
-        try:
-            while True:
-                left_s = begun_s + timeout_s + uncounted_s() - time.monotonic()
-                futures.wait([answer], max(0.0, min(left_s, LOOK_S)))
-                if answer.done():
-                    return answer.result()
-                reason = given_up(False)
-                if reason is not None:
-                    raise reason
-                if left_s <= 0:
-                    raise DeadlineError(
-                        f"Expected {self._who} to answer within {timeout_s:g} s, but it did not. "
-                        f"Look whether that process is frozen, or raise the timeout",
-                        rank=self.rank,
-                    )
-        except futures.CancelledError:
-            raise ParticipantError(
-                f"Expected session {self.name!r} to be open until the end of the call, but this "
-                f"process closed it meanwhile",
-                rank=self.rank,
-            ) from None
-        finally:
-            answer.cancel()
 
 
 # How the ranks find each other
@@ -633,7 +601,7 @@ def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSe
             raise ParticipantError(f"Rank 0 can't be reached: {key}", rank=0)
         try:
             link = SocketLink(name, rank, place, (host, port), bytes.fromhex(key))
-        except (AuthenticationError, EOFError, OSError) as error:
+        except CLOSED as error:
             raise ParticipantError(
                 f"Expected to reach rank 0 at {host}:{port}, but connecting gave "
                 f"{type(error).__name__}: {error}. Set MASTER_ADDR to an address of its machine "

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -215,18 +215,6 @@ def _options(task: MakePlan) -> dict[str, Any]:
     }
 
 
-class _Table(NamedTuple):
-    """An encoded chunk table."""
-
-    data: bytes
-    digest: str
-    end: FileEntry | None
-    """Its last bytes, if its rows are grouped."""
-
-    def entry(self, key: str) -> FileEntry:
-        return FileEntry(key, len(self.data), self.digest)
-
-
 def build_commit(task: BuildCommit) -> CommitBuilt:
     """Returns the result of `BuildCommit`.
 
@@ -236,7 +224,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
     plan, key = task.plan, f"chunks.{task.attempt}.table"
     receipts = join_receipts(task.receipts)
     places = checked_receipts(plan, task.attempt, receipts)
-    table = _shared_table(plan)
+    table, entry, end = _table_of(plan)
     metadata = None
     if task.stock_metadata:
         finished = placed(plan.table, task.attempt, places)
@@ -253,7 +241,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
                 tuple(receipts.num_bytes.tolist()),
                 receipts.digests.hex(),
             ),
-            table=table.entry(key),
+            table=replace(entry, key=key),
             metadata=None if metadata is None else _entry(METADATA_KEY, metadata),
             replaced_metadata=task.replaced_metadata,
             plan_digest=plan.digest.hex(),
@@ -263,28 +251,31 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             previous_slot=task.previous_slot,
             decided=task.decided,
             deferred=place_runs(places),
-            table_end=None if table.end is None else replace(table.end, key=key),
+            table_end=None if end is None else replace(end, key=key),
             about=task.about,
         )
     )
-    return CommitBuilt(key, table.data, record, metadata)
+    return CommitBuilt(key, table, record, metadata)
 
 
-_shared: WeakKeyDictionary[GlobalPlan, _Table] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[GlobalPlan, tuple[bytes, FileEntry, FileEntry | None]] = (
+    WeakKeyDictionary()
+)
 
 
-def _shared_table(plan: GlobalPlan) -> _Table:
-    """Returns the chunk table of a plan, encoded once for all its saves."""
-    found = _shared.get(plan)
+def _table_of(plan: GlobalPlan) -> tuple[bytes, FileEntry, FileEntry | None]:
+    """Returns the chunk table of a plan, encoded once for all its saves.
+
+    Returns:
+        The table, its entry, and that of its last bytes if its rows are grouped; without keys.
+    """
+    found = _tables.get(plan)
     if found is None:
-        found = _shared[plan] = _table(encoded_table(plan))
+        data = encoded_table(plan)
+        start = end_of(data)
+        end = None if start is None else _entry("", data[start:])
+        found = _tables[plan] = (data, _entry("", data), end)
     return found
-
-
-def _table(data: bytes) -> _Table:
-    start = end_of(data)
-    end = None if start is None else _entry("", data[start:])
-    return _Table(data, digest_bytes(data).hex(), end)
 
 
 def _entry(key: str, data: bytes) -> FileEntry:

@@ -257,14 +257,13 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
+def copy_all(pairs: Iterable[Pair]) -> None:
     """Copies memory; returns when everything is in its place.
 
     The caller's thread takes part, and does all where no other gets a processor.
 
     Args:
         pairs: Where to and where from, each uint8[n] of one length.
-        num_threads: That copy; by default as many as have a processor, up to four.
 
     Raises:
         ValueError: Two lengths differ; nothing, some or all of the others is copied.
@@ -296,7 +295,7 @@ def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     helpers: list[Future[None]] = []
     # Suppressed: the interpreter ends, and starts no threads any more.
     with suppress(RuntimeError):
-        for _ in range(min(num_threads or copying_threads(), len(left)) - 1):
+        for _ in range(min(copying_threads(), len(left)) - 1):
             helpers.append(_helpers.submit(work))
     try:
         work()

@@ -3,7 +3,7 @@
 `tensors` returns the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
 bytes of an object.
 
-If `SaveOptions.nonfinite` asks for it, `checking_finite` searches the bytes to be saved for NaN and
+If `SaveOptions.nonfinite` asks for it, `checked_finite` searches the bytes to be saved for NaN and
 infinities before the ranks join the save, so that a refused save has neither plan nor file.
 """
 
@@ -475,41 +475,31 @@ def check_nonfinite(options: SaveOptions, path: str) -> None:
         )
 
 
-def checking_finite(
-    take: Callable[[], Capture], options: SaveOptions, rank: int
-) -> Callable[[], Capture]:
-    """Returns a function that captures like `take`, and checks for NaN and infinities if asked.
+def checked_finite(captured: Capture, options: SaveOptions, rank: int) -> Capture:
+    """Returns a capture after a search for NaN and infinities, if the options ask for one.
 
     Args:
-        take: Captures the state.
+        captured: The capture.
         options: Only `nonfinite` is used.
         rank: Rank of this process, for messages.
 
     Raises:
-        NonFiniteError: The returned function found NaN or infinities, and the options refuse them.
+        NonFiniteError: There are NaN or infinities, and the options refuse them.
     """
-    if options.nonfinite == "ignore":
-        return take
-
-    def look() -> Capture:
-        captured = take()
-        bad = _nonfinite_items(captured)
-        if not bad:
-            return captured
-        told = _told(bad, rank)
-        if options.nonfinite == "refuse":
-            raise NonFiniteError(
-                f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
-                rank=rank,
-                key=bad[0][0],
-            )
-        if rank:
-            # Why here: of a save's warnings only the first rank's are shown, as most of them are
-            # the same on all ranks. This one is known to this rank alone.
-            warn(told, UserWarning, stacklevel=2)
-        return replace(captured, warnings=(*captured.warnings, told))
-
-    return look
+    if options.nonfinite == "ignore" or not (bad := _nonfinite_items(captured)):
+        return captured
+    told = _told(bad, rank)
+    if options.nonfinite == "refuse":
+        raise NonFiniteError(
+            f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
+            rank=rank,
+            key=bad[0][0],
+        )
+    if rank:
+        # Why here: of a save's warnings only the first rank's are shown, as most of them are the
+        # same on all ranks. This one is known to this rank alone.
+        warn(told, UserWarning, stacklevel=2)
+    return replace(captured, warnings=(*captured.warnings, told))
 
 
 _PIECE_ELEMENTS = 4 << 20

@@ -55,17 +55,13 @@ from ray_dcp.view.wording import count_text, nearest, size_text
 class _PlainMachine(PickleMachine):
     """Unpickles numbers, texts, and flat lists and tuples; refuses pickles of other values."""
 
-    def _find(self, module: Any, name: Any) -> Any:
-        raise damaged("a plain value", f"{module}.{name}"[:80])
+    def _refuse(self, *_: Any) -> Any:
+        raise damaged("a plain value", "another one")
 
-    def _made(self, target: Any, args: Any) -> Any:
-        raise damaged("a plain value", "a call")
-
-    def _with_state(self, target: Any, state: Any) -> Any:
-        raise damaged("a plain value", "a state")
-
-    def _set_items(self, target: Any, items: list[Any]) -> None:
-        raise damaged("a plain value", "a mapping")
+    _find: Any = _refuse
+    _made: Any = _refuse
+    _with_state: Any = _refuse
+    _set_items: Any = _refuse
 
 
 def _plain_text(item: bytes) -> str | None:
@@ -135,21 +131,6 @@ def layout_of(grid: tuple[int, ...]) -> str:
     if cut == [1] and len(grid) == 2:
         return f"columns/{grid[1]}"
     return "x".join(map(str, grid))
-
-
-def layout_text(table: ChunkTable) -> str:
-    """Returns the grid of most bytes of a checkpoint as text; "" if there are no tensors.
-
-    Args:
-        table: Chunk table of the checkpoint.
-    """
-    grid = grids(table)
-    weights: Counter[str] = Counter()
-    itemsize = np.array([ITEMSIZE.get(name, 1) for name in table.dtypes] or [1], np.int64)
-    num_bytes = table.shape.prod(axis=1) * itemsize[np.maximum(table.dtype, 0)]
-    for row in np.flatnonzero(table.kind != Kind.OBJECT).tolist():
-        weights[layout_of(tuple(grid[row, : table.ndim[row]].tolist()))] += int(num_bytes[row])
-    return weights.most_common(1)[0][0] if weights else ""
 
 
 @dataclass(frozen=True)
@@ -307,6 +288,14 @@ class CheckpointView:
         )
 
     @cached_property
+    def layout(self) -> str:
+        """The layout of most bytes of the checkpoint; "" if there are no tensors."""
+        weights: Counter[str] = Counter()
+        for name, info in self.tensors.items():
+            weights[self.layouts[name]] += info.num_bytes
+        return weights.most_common(1)[0][0] if weights else ""
+
+    @cached_property
     def files(self) -> tuple[FileInfo, ...]:
         """All data files of the checkpoint, in the order of the chunk table."""
         manifest = self.checkpoint.manifest
@@ -342,7 +331,11 @@ class CheckpointView:
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        return {name: row for row, name in enumerate(self.checkpoint.table.names)}
+        return {name: row for row, name in enumerate(self.names)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Why: what was read already is in mappings that can't be changed, nor pickled.
+        return CheckpointView, (self.storage, self.checkpoint, self.place)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -395,15 +388,14 @@ class CheckpointView:
         )
 
     def _row(self, name: str) -> int:
-        row = self._rows.get(name)
-        if row is None:
+        if name not in self._rows:
             raise MissingKeyError(
                 f"expected one of {len(self)} names of the checkpoint, but found {name!r}"
                 + nearest(str(name), self.names),
                 checkpoint_id=self.url,
                 key=str(name),
             )
-        return row
+        return self._rows[name]
 
     def verify(self, *, progress: ShowProgress = False) -> VerifyReport:
         """Compares every data file, including those of a step's items, with its checksums.

@@ -51,13 +51,13 @@ MOST_NAMED, MOST_LINES, MOST_POINTS = 8, 60, 400
 LOG_RATIO = 50.0
 """Ratio of the largest to the smallest value from which the scale is logarithmic."""
 
-_LEFT, _TOP, _BOTTOM, _END = 58, 12, 242, WIDTH - 210
+_LEFT, _TOP, _BOTTOM, _END = 58, 12, 242, WIDTH - 60
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def line_chart(series: Series, title: str = "") -> Picture:
-    """Returns values over steps as lines: those that change most are named, the others are faint.
+    """Returns values over steps as lines: those that change most have names and colours.
 
     Args:
         series: Name → `(step, value)`. Values that are not finite are marked at the bottom.
@@ -68,19 +68,54 @@ def line_chart(series: Series, title: str = "") -> Picture:
     values = [v for points in kept.values() for _, v in points if math.isfinite(v)]
     if not values:
         return draw.pictured(draw.heading(title), draw.aside("no values"))
-    scale = _Scale([s for points in kept.values() for s, _ in points], values)
-    faint = order[MOST_NAMED:MOST_LINES]
-    parts = [scale.axes()]
-    parts += [_line(kept[name], scale, name, GREY, faint=True) for name in faint]
-    ends = []
-    for index, name in enumerate(order[:MOST_NAMED]):
-        parts.append(_line(kept[name], scale, name, draw.rank_colour(index), faint=False))
-        ends.append((scale.y(kept[name][-1][1]), scale.x(kept[name][-1][0]), index, name))
-    hidden = len(order) - len(ends)
-    drawn = "" if len(faint) == hidden else f", {len(faint)} drawn"
-    told = draw.aside(f"in grey: {hidden} that change less{drawn}" if hidden else "")
-    label = f"{len(order)} lines over steps"
-    drawing = draw.svg(WIDTH, _BOTTOM + 26, *parts, *_names(ends), label=label)
+    low, high = min(values), max(values)
+    is_log = low > 0 and high / low > LOG_RATIO
+    if is_log:
+        low, high = math.log10(low), math.log10(high)
+    elif 0 <= low < 0.5 * high:
+        low = 0.0  # a small change of a large number is small
+    if high - low <= abs(high) * 1e-9:
+        pad = abs(high) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    steps = [step for points in kept.values() for step, _ in points]
+    first, last = min(steps), max(steps)
+
+    def x(step: float) -> float:
+        share = (step - first) / (last - first) if last > first else 0.5
+        return _LEFT + share * (_END - _LEFT)
+
+    def y(value: float) -> float:
+        at = math.log10(value) if is_log else value
+        return _TOP + (1 - (at - low) / (high - low)) * (_BOTTOM - _TOP)
+
+    parts = [draw.note(_END + 8, _BOTTOM + 16, "step")]
+    powers = range(math.ceil(low), math.floor(high) + 1) if is_log else ()
+    for tick in [10.0**power for power in powers] or draw.ticks(low, high, 5):
+        parts.append(draw.line(_LEFT, y(tick), _END, y(tick)))
+        parts.append(draw.note(_LEFT - 6, y(tick) + 4, f"{tick:.4g}", "end"))
+    for step in draw.ticks(first, last):
+        parts.append(draw.note(x(step), _BOTTOM + 16, f"{step:.10g}", "middle"))
+    bottom = _BOTTOM + 26
+    for index, name in enumerate(order[:MOST_LINES]):
+        shown = [(step, value) for step, value in kept[name] if math.isfinite(value)]
+        is_named = index < MOST_NAMED
+        colour = draw.rank_colour(index) if is_named else GREY
+        look = {"stroke": colour, "fill": "none", "opacity": 1 if is_named else 0.35}
+        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in shown)
+        label = draw.tag("title", draw.safe(name))
+        parts.append(draw.tag("polyline", label, points=path, stroke_width=1.6, **look))
+        for step, value in shown if is_named and len(shown) <= 40 else ():
+            told = draw.tag("title", draw.safe(f"{name} at {step:.10g}: {value:.6g}"))
+            parts.append(draw.tag("circle", told, cx=x(step), cy=y(value), r=2.4, fill=colour))
+        wrong = [step for step, value in kept[name] if not math.isfinite(value)][:20]
+        parts += [draw.text(x(at), _BOTTOM - 2, "✕", "middle", fill=colour) for at in wrong]
+        if is_named:
+            parts.append(draw.legend(_LEFT, bottom, [(colour, draw.clip(name, 600))]))
+            bottom += 16
+    hidden, drawn = len(order) - MOST_NAMED, min(len(order), MOST_LINES) - MOST_NAMED
+    more = "" if drawn >= hidden else f", {drawn} drawn"
+    told = draw.aside(f"in grey: {hidden} that change less{more}" if hidden > 0 else "")
+    drawing = draw.svg(WIDTH, bottom, *parts, label=f"{len(order)} lines over steps")
     return draw.pictured(draw.heading(title), drawing, told)
 
 
@@ -94,15 +129,6 @@ def picture_norms(run: RunView, include: str = "*") -> Picture:
     Raises:
         InvalidRequestError: No tensor matches.
         DamagedCheckpointError: Bytes that were read do not match their checksums.
-    """
-    return line_chart(norms_of(run, include), f"norms of {include} over the steps of {run.url}")
-
-
-def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, float]]]:
-    """Returns the norm of each tensor at each step; see `picture_norms`.
-
-    Returns:
-        FQN → `(step, norm)`, without steps that can't be read.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for step in run:
@@ -118,79 +144,7 @@ def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, fl
             f"{run.url}, found none",
             key="include",
         )
-    return found
-
-
-class _Scale:
-    """Maps steps and values to coordinates of a drawing."""
-
-    def __init__(self, steps: Sequence[float], values: Sequence[float]) -> None:
-        self.first, self.last = min(steps), max(steps)
-        low, high = min(values), max(values)
-        self.is_log = low > 0 and high / low > LOG_RATIO
-        if self.is_log:
-            low, high = math.log10(low), math.log10(high)
-        elif 0 <= low < 0.5 * high:
-            low = 0.0  # a small change of a large number is small
-        if high - low <= abs(high) * 1e-9:
-            pad = abs(high) * 0.1 or 1.0
-            low, high = low - pad, high + pad
-        self.low, self.high = low, high
-
-    def x(self, step: float) -> float:
-        span = self.last - self.first
-        return _LEFT + ((step - self.first) / span if span else 0.5) * (_END - _LEFT)
-
-    def shows(self, value: float) -> bool:
-        return math.isfinite(value) and not (self.is_log and value <= 0)
-
-    def y(self, value: float) -> float:
-        if not self.shows(value):
-            return _BOTTOM
-        at = math.log10(value) if self.is_log else value
-        return _TOP + (1 - (at - self.low) / (self.high - self.low)) * (_BOTTOM - _TOP)
-
-    def axes(self) -> str:
-        parts = [draw.note(_END + 24, _BOTTOM + 16, "step")]
-        powers = range(math.ceil(self.low), math.floor(self.high) + 1) if self.is_log else ()
-        ticks = [10.0**p for p in powers] if self.is_log else draw.ticks(self.low, self.high, 5)
-        for tick in ticks:
-            y = self.y(tick)
-            parts.append(draw.line(_LEFT, y, _END, y))
-            parts.append(draw.note(_LEFT - 6, y + 4, f"{tick:.4g}", "end"))
-        for step in draw.ticks(self.first, self.last):
-            parts.append(draw.note(self.x(step), _BOTTOM + 16, f"{step:.10g}", "middle"))
-        return "".join(parts)
-
-
-def _line(
-    points: Sequence[tuple[float, float]], scale: _Scale, name: str, colour: str, *, faint: bool
-) -> str:
-    shown = [(scale.x(s), scale.y(v), s, v) for s, v in points if scale.shows(v)]
-    look = {"stroke": colour, "stroke_width": 1.0 if faint else 1.8, "fill": "none"}
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in shown)
-    title = draw.tag("title", draw.safe(name))
-    parts = [draw.tag("polyline", title, points=path, opacity=0.35 if faint else 1, **look)]
-    if not faint and len(shown) <= 40:
-        for x, y, step, value in shown:
-            told = draw.tag("title", draw.safe(f"{name} at {step:.10g}: {value:.6g}"))
-            parts.append(draw.tag("circle", told, cx=x, cy=y, r=2.4, fill=colour))
-    wrong = [step for step, value in points if not math.isfinite(value)]
-    parts += [draw.text(scale.x(s), _BOTTOM - 2, "✕", "middle", fill=colour) for s in wrong[:20]]
-    return "".join(parts)
-
-
-def _names(ends: list[tuple[float, float, int, str]]) -> list[str]:
-    """Returns a label at the end of each line, moved where labels would overlap."""
-    parts: list[str] = []
-    free = -math.inf
-    for left, (y, x, index, name) in zip(range(len(ends))[::-1], sorted(ends), strict=True):
-        at = max(min(y, _BOTTOM - 13.0 * left), free)
-        free = at + 13
-        colour = draw.rank_colour(index)
-        parts.append(draw.line(x + 3, y, _END + 10, at, stroke=colour, opacity=0.5))
-        parts.append(draw.text(_END + 13, at + 4, draw.clip(name, 190), fill=colour))
-    return parts
+    return line_chart(found, f"norms of {include} over the steps of {run.url}")
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

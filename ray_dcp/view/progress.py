@@ -171,38 +171,20 @@ def _whole(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-class _Display:
-    """Shows progress; its methods are called by one thread at a time."""
-
-    def show(self, now: Progress) -> object:
-        raise NotImplementedError
-
-    def hide(self) -> None:
-        """Removes what would be in the way of other output."""
-
-
-class _Call(_Display):
-    def __init__(self, function: Callable[[Progress], object]) -> None:
-        self._function = function
-
-    def show(self, now: Progress) -> object:
-        return self._function(now)
-
-
-class _Lines(_Display):
+class _Lines:
     """Prints a line from time to time, and one at the end."""
 
     def __init__(self, stream: TextIO, *, ends: bool) -> None:
         self._stream, self._ends, self._last_s = stream, ends, 0.0
 
-    def show(self, now: Progress) -> None:
+    def __call__(self, now: Progress) -> None:
         if self._ends if now.outcome else now.seconds - self._last_s >= LINE_S:
             self._last_s = now.seconds
             self._stream.write(f"{now}\n")
             self._stream.flush()
 
 
-class _Terminal(_Display):
+class _Terminal:
     """Draws a bar in the last line of a terminal, and prints a line at the end."""
 
     def __init__(self, stream: TextIO, *, ends: bool) -> None:
@@ -214,7 +196,7 @@ class _Terminal(_Display):
         except UnicodeError:
             self._marks = "#."
 
-    def show(self, now: Progress) -> None:
+    def __call__(self, now: Progress) -> None:
         if now.outcome:
             self.hide()
             if self._ends:
@@ -229,13 +211,14 @@ class _Terminal(_Display):
         self._stream.flush()
 
     def hide(self) -> None:
+        """Removes the bar, which would be in the way of other output."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
             self._drawn = False
 
 
-class _Notebook(_Display):
+class _Notebook:
     """Draws a bar below a cell."""
 
     def __init__(self) -> None:
@@ -243,7 +226,7 @@ class _Notebook(_Display):
         self._display = display.display
         self._handle: Any = None
 
-    def show(self, now: Progress) -> None:
+    def __call__(self, now: Progress) -> None:
         text = escape(str(now))
         part = "" if now.fraction is None else f' value="{now.fraction:.3f}"'
         bar = "" if now.outcome else f"<progress{part}></progress> "
@@ -253,6 +236,8 @@ class _Notebook(_Display):
         else:
             self._handle.update(data, raw=True)
 
+
+Show = Callable[[Progress], object]
 
 Look = Callable[[], tuple[str, str, int, int]]
 """Returns phase, file, bytes done, and bytes in all; 0 if that is unknown."""
@@ -265,7 +250,6 @@ class Meter:
         doing: As `Progress.doing`.
         name: As `Progress.name`.
         sizes: About how many bytes each of several checkpoints has; `begin` begins the next one.
-        clock: Returns monotonic seconds.
         ranks: As `Progress.rank` and `Progress.world_size`.
         counts: Whether it counts; False for the progress of an operation that nobody follows.
     """
@@ -275,14 +259,13 @@ class Meter:
         doing: str,
         name: str,
         sizes: Sequence[int] = (),
-        clock: Callable[[], float] = time.monotonic,
         ranks: tuple[int, int] = (0, 1),
         *,
         counts: bool = True,
     ) -> None:
         self._counts = counts
         self._lock, self._drawing = threading.Lock(), threading.Lock()
-        self._clock, self._began_s = clock, clock()
+        self._began_s = time.monotonic()
         self._sizes = tuple(sizes)
         self._now = Progress(
             doing=doing, name=name, num_steps=len(sizes), rank=ranks[0], world_size=ranks[1]
@@ -291,7 +274,7 @@ class Meter:
         self._look: Look | None = None
         self._looked = (0, 0)
         self._over = threading.Event()
-        self._display: _Display | None = None
+        self._show: Show | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -393,7 +376,7 @@ class Meter:
                 self._now,
                 done_bytes=min(done, total),
                 total_bytes=total,
-                seconds=self._clock() - self._began_s,
+                seconds=time.monotonic() - self._began_s,
                 outcome=outcome,
             )
 
@@ -401,13 +384,13 @@ class Meter:
     def hidden(self) -> Iterator[None]:
         """Removes the bar from the terminal while the block prints."""
         with self._drawing:
-            if self._display is not None:
-                self._display.hide()
+            if isinstance(self._show, _Terminal):
+                self._show.hide()
             yield
 
-    def start(self, display: _Display) -> None:
+    def start(self, show: Show) -> None:
         """Begins to show progress. It is not shown if no thread can be started."""
-        self._display = display
+        self._show = show
         try:
             self._thread = start_thread(self._run, "ray_dcp progress")
         except LimitError as error:
@@ -439,8 +422,8 @@ class Meter:
                 if self._over.wait(TICK_S):
                     outcome = self._outcome
                 with self._drawing:
-                    if self._display is not None:
-                        self._display.show(self.now(outcome))
+                    if self._show is not None:
+                        self._show(self.now(outcome))
         except BaseException as error:  # noqa: BLE001 - whatever a function of the user raises
             self._error = error
 
@@ -453,7 +436,7 @@ def uncounted() -> Meter:
     return Meter("", "", counts=False)
 
 
-ShowProgress = bool | Callable[[Progress], object] | Meter
+ShowProgress = bool | Show | Meter
 """What `progress=` accepts: whether to draw, or a function that is called about ten times a second
 and once at the end, by a thread of its own. A `Meter` is that of an operation around this one."""
 
@@ -487,21 +470,21 @@ def reporting(
     if isinstance(progress, Meter):
         yield progress
         return
-    display: _Display | None = None
+    show: Show | None = None
     if progress is True:
-        display = _display_here(ends=ends) if ranks[0] == 0 else None
+        show = _display_here(ends=ends) if ranks[0] == 0 else None
     elif callable(progress):
-        display = _Call(progress)
+        show = progress
     elif progress is not False:
         raise InvalidRequestError(
             f"progress must be True, False or a function of one argument, but is {progress!r}",
             key="progress",
         )
-    meter = Meter(doing, name, sizes, ranks=ranks, counts=display is not None)
-    if display is None:
+    meter = Meter(doing, name, sizes, ranks=ranks, counts=show is not None)
+    if show is None:
         yield meter
         return
-    meter.start(display)
+    meter.start(show)
     outcome: Literal["done", "failed"] = "failed"
     try:
         yield meter
@@ -510,7 +493,7 @@ def reporting(
         meter.end(outcome)
 
 
-def _display_here(*, ends: bool) -> _Display | None:
+def _display_here(*, ends: bool) -> Show | None:
     """Returns what draws in this process: a notebook, a terminal, or another standard error."""
     stream = sys.stderr
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)

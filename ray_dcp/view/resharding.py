@@ -35,8 +35,7 @@ MOST_RANKS = 100_000
 _WHOLE_ITEM_BYTES = 1 << 20
 """Items of stock DCP up to this length are read as a whole."""
 
-_PLAIN = re.compile(r"(\d+)(?::(row|column))?")
-_GRID = re.compile(r"(\d+)x(\d+)")
+_LAYOUT = re.compile(r"(\d{1,9})(?:x(\d{1,9})|:(row|column))?")
 
 
 @dataclass(frozen=True)
@@ -156,17 +155,13 @@ def parse_layout(text: str | int | ShardGrid) -> ShardGrid:
     """
     if isinstance(text, ShardGrid):
         return text
-    spelled = str(text).replace(" ", "").lower()
-    if isinstance(text, bool) or len(spelled) > 40:
-        spelled = ""
-    plain, grid = _PLAIN.fullmatch(spelled), _GRID.fullmatch(spelled)
-    if plain is not None:
-        return ShardGrid(1, int(plain[1])) if plain[2] == "column" else ShardGrid(int(plain[1]), 1)
-    if grid is not None:
-        return ShardGrid(int(grid[1]), int(grid[2]))
-    raise InvalidRequestError(
-        f"a layout must be written as 8, 8:row, 8:column or 4x2, but got {text!r}", key="layout"
-    )
+    found = _LAYOUT.fullmatch("" if isinstance(text, bool) else str(text).replace(" ", "").lower())
+    if found is None:
+        raise InvalidRequestError(
+            f"a layout must be written as 8, 8:row, 8:column or 4x2, but got {text!r}", key="layout"
+        )
+    first, second = int(found[1]), int(found[2] or 1)
+    return ShardGrid(1, first) if found[3] == "column" else ShardGrid(first, second)
 
 
 def preview_reshard(

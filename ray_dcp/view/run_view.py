@@ -31,7 +31,7 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, read_view
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.difference import new_bytes
 from ray_dcp.view.run_listing import (
     FOREIGN,
@@ -83,7 +83,7 @@ class StepView(ListedCheckpoint):
     def layout(self) -> str | None:
         """How most of its tensors are cut, such as `rows/8`; None if that can't be read."""
         try:
-            return layout_text(self.view.checkpoint.table)
+            return self.view.layout
         except CheckpointError:
             return None
 

@@ -153,7 +153,7 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
 def verify_opened(
     storage: Storage,
     checkpoint: Checkpoint,
-    path: AnyPlace | None,
+    path: AnyPlace | None = None,
     *,
     progress: ShowProgress = False,
 ) -> VerifyReport:
@@ -171,16 +171,6 @@ def verify_opened(
     """
     with reporting(progress, "verifying", storage.url) as meter:
         return _reported(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
-
-
-def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
-    """Returns the damaged bytes of an opened checkpoint, without items of a step.
-
-    Raises:
-        StorageError: The storage can't be listed or read.
-        VerifyInterrupted: As for `verify`.
-    """
-    return _reported(lambda found: _check_files(storage, checkpoint, found, uncounted()))
 
 
 def _reported(work: Callable[[Reports], None]) -> VerifyReport:
@@ -242,11 +232,10 @@ def _verify_opened(
         own: Reports = []
         try:
             _verify(place_below(path or "", folder), own, meter)
-        except CheckpointNotFoundError as error:
-            found.append(VerifyReport(0, (Problem(folder, None, 0, 0, error.message),)))
-        except StorageError as error:
-            unread = (Problem(folder, None, 0, 0, error.message),)
-            found.append(VerifyReport(0, (), unread=unread))
+        except (CheckpointNotFoundError, StorageError) as error:
+            what = (Problem(folder, None, 0, 0, error.message),)
+            is_unread = isinstance(error, StorageError)
+            found.append(VerifyReport(0, (), (), what) if is_unread else VerifyReport(0, what))
         finally:
             found.append(_in_folder(folder, _joined(own)))
 

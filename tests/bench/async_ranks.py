@@ -1,4 +1,4 @@
-"""Rows of the bench of asynchronous saves that need ranks of their own."""
+"""Restores from the memory of the stager, by ranks of their own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ray_dcp.options import SaveOptions
-from tests.bench.async_rows import Table
+from tests.bench.async_saves import MemoryCopy, Table
 
 RANKS = 2
-ROUNDS_OF_LIMIT = 8
-
-
-# --- restore from memory ------------------------------------------------------------------------
 
 
 def restore(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
@@ -99,7 +95,6 @@ def load_kept(path: str, small: str, num_bytes: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     import ray_dcp
-    from tests.bench.async_saves import MemoryCopy
 
     state = _share(num_bytes)
     expected = {name: tensor.clone() for name, tensor in state.items()}
@@ -127,104 +122,3 @@ def _share(num_bytes: int) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     state = state_of(num_bytes, dist.get_world_size())
     return {f"rank{dist.get_rank()}.{name}": tensor for name, tensor in state.items()}
-
-
-# --- the object store ----------------------------------------------------------------------------
-
-
-def objects(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
-    """A Ray worker stages in the object store, and copies in memory."""
-    import ray
-
-    rank = ray.remote(num_cpus=0)(StoreRank).remote(num_bytes)
-    found: dict[str, list[float]] = {}
-    for number in range(rounds + 2):
-        came = ray.get(rank.save.remote(str(root / "objects")))
-        shutil.rmtree(root / "objects")
-        # The first ones touch memory.
-        for what, value in came.items() if number > 1 else ():
-            found.setdefault(what, []).append(value)
-    for name, values in found.items():
-        table.fact(name, values, "" if "/" in name else "s")
-    limit = ray.get(rank.limit.remote())
-    table.fact("limit: ray.put of as much / memcpy, best round", [limit], "")
-    table.row("objects", found["stall / memcpy"])
-    ray.get(rank.leave.remote())
-
-
-class StoreRank:
-    """A rank that stages."""
-
-    def __init__(self, num_bytes: int) -> None:
-        import ray_dcp
-        from tests.bench.async_saves import MemoryCopy
-        from tests.bench.measure import state_of
-
-        self._state = state_of(num_bytes)
-        self._num_bytes = sum(tensor.nbytes for tensor in self._state.values())
-        self._copy = MemoryCopy(self._state)
-        self._session = ray_dcp.connect(name="store", namespace="store")
-        ray_dcp.warm_up(self._state).result(600)
-        self._pids = [os.getpid(), self._session.staging().info()["pid"]]
-
-    def save(self, path: str) -> dict[str, float]:
-        """Returns how long a save took, and a copy in memory just before.
-
-        It begins when the memory of the one before is free: jobs save less often than that takes.
-        """
-        import ray_dcp
-        from tests.bench.processes import cpu_s
-        from tests.support.processes import eventually
-
-        assert eventually(lambda: not self._session.staging().info()["used_bytes"])
-        copy_s = self._copy.seconds()
-        cpu, began = cpu_s(self._pids), time.perf_counter()
-        handle = ray_dcp.async_save(self._state, checkpoint_id=path)
-        handle.staged(600)
-        stall_s = time.perf_counter() - began
-        handle.committed(600)
-        durable_s = time.perf_counter() - began
-        stage_s = handle.report().seconds["stage"]
-        return {
-            "memcpy": copy_s,
-            "stall": stall_s,
-            "copy of the stall": stage_s,
-            "durable": durable_s,
-            "CPU of rank and stager": cpu_s(self._pids) - cpu,
-            "stall / memcpy": stall_s / copy_s,
-        }
-
-    def limit(self) -> float:
-        """Returns how long `ray.put` takes for windows of the state, in copies in memory.
-
-        The best of some rounds: where the store has never been touched it takes ten times as long.
-        """
-        import numpy as np
-        import ray
-
-        from ray_dcp.stage.orders import StagerOptions
-        from tests.support.processes import eventually
-
-        length = StagerOptions().window_bytes
-        windows = [np.ones(length, np.uint8)] * max(1, self._num_bytes // length)
-        ratios, held = [], []
-        for _ in range(ROUNDS_OF_LIMIT):
-            held.clear()
-            # What is dropped is free a moment later; what was never touched takes much longer.
-            assert eventually(lambda: _share_of_store_free() > 0.95)
-            copy_s = self._copy.seconds()
-            began = time.perf_counter()
-            held.extend(ray.put([window]) for window in windows)
-            ratios.append((time.perf_counter() - began) / copy_s)
-        return min(ratios)
-
-    def leave(self) -> None:
-        self._session.close()
-
-
-def _share_of_store_free() -> float:
-    import ray
-
-    name = "object_store_memory"
-    free: float = ray.available_resources().get(name, 0.0)
-    return free / ray.cluster_resources()[name]

@@ -1,8 +1,8 @@
 """Saves beside training: what they cost it, how soon they stand, and what they survive.
 
 The limits (a copy into warm memory, a plain direct write) and the peers are measured in the same
-rounds. `python -m tests.bench async --help` tells the options; rows are in `async_rows`. `day` is
-its row of that name: what each contestant costs a day of training in which a kill comes each hour.
+rounds. `day` is its row of that name: what each contestant costs a day of training in which a kill
+comes each hour.
 """
 
 from __future__ import annotations
@@ -11,25 +11,84 @@ import argparse
 import contextlib
 import os
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.bench.async_rows import KEYS, Table
 from tests.bench.measure import drop_cache, state_of
-from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
-from tests.support.processes import eventually, leaked_shared_memory, shared_memory
+from tests.support.processes import (
+    cpu_s,
+    descendants,
+    eventually,
+    leaked_shared_memory,
+    memory_bytes,
+    shared_memory,
+    watched_memory,
+)
 
 RAY_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    key: str
+    title: str
+    ship: float
+    """What is good enough."""
+    goal: float
+    """What is aimed at; not below `ship` where more is better."""
+
+    def missed(self, value: float) -> bool:
+        """Returns whether a value is not good enough."""
+        return value < self.ship if self.goal >= self.ship else value > self.ship
+
+
+ROWS = (
+    Row("stall", "steady stall / memcpy into warm memory", 1.25, 1.10),
+    Row("first", "first stall / steady stall", 2.0, 1.5),
+    Row("lost", "training time lost per save / better peer's", 0.333, 0.2),
+    Row("day", "lost in a day with a kill an hour / better peer's", 0.333, 0.25),
+    Row("durable", "durable committed bytes/s / raw direct I/O", 0.75, 0.90),
+    Row("cpu", "CPU s per GB, all processes", 0.35, 0.20),
+    Row("memory", "extra memory / state", 1.2, 1.05),
+    Row("restore", "restore from memory after SIGKILL / memcpy", 2.0, 1.25),
+)
+KEYS = tuple(row.key for row in ROWS)
+_ROW = {row.key: row for row in ROWS}
+
+
+class Table:
+    """Prints rows as they are measured."""
+
+    def note(self, line: str) -> None:
+        """Prints something that is not measured."""
+        print(f"  {line}", flush=True)
+
+    def fact(self, name: str, values: Iterable[float]) -> float:
+        """Prints what the rows are made of, in seconds; returns the median."""
+        found = list(values)
+        median = statistics.median(found)
+        print(f"  {name:52}{median:9.3f} s  ({min(found):.3f} to {max(found):.3f})", flush=True)
+        return median
+
+    def row(self, key: str, values: float | Sequence[float]) -> None:
+        """Prints a row: the median of its values, one of each round."""
+        row = _ROW[key]
+        value = statistics.median(values) if isinstance(values, Sequence) else values
+        missed = "   MISSED" if row.missed(value) else ""
+        print(f"{row.title:52}{value:11.2f}   ship {row.ship:g}, goal {row.goal:g}{missed}")
 
 
 @dataclass(frozen=True)
@@ -47,14 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=KEYS, default=KEYS, help="only these rows")
     parser.add_argument("--megabytes", type=float, default=1410, help="size of the state")
     parser.add_argument("--work-s", type=float, default=5, help="least length of a training round")
-    parser.add_argument("--json", default=None, help="file to write all numbers to")
 
 
 def command(given: argparse.Namespace) -> None:
     """Runs the bench."""
     options = Options(given.rounds, int(given.megabytes * 1e6), given.work_s, tuple(given.rows))
     os.environ.update(RAY_SETTINGS)
-    table = Table(given.json)
+    table = Table()
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=given.dir))
     before = shared_memory()
     try:
@@ -62,7 +120,6 @@ def command(given: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     table.note(f"left in /dev/shm: {leaked_shared_memory(before) or 'nothing'}")
-    table.end()
 
 
 def _run(options: Options, root: Path, table: Table) -> None:
@@ -75,19 +132,15 @@ def _run(options: Options, root: Path, table: Table) -> None:
         f"{os.getloadavg()[0]:.1f}; medians of {options.rounds})"
     )
     wanted = set(options.rows)
-    if "objects" in wanted:
-        # Staged bytes may take half of the store.
-        with one_node(4 * options.num_bytes):
-            async_ranks.objects(options.rounds, options.num_bytes, root, table)
-    if wanted - {"objects"}:
-        with one_node(4 * options.num_bytes):
-            if wanted & {"stall", "first", "durable", "cpu", "memory"}:
-                _Saves(options, root, table, state).measure()
-            if wanted & {"lost", "day"}:
-                _training(options, root, table, state)
-            del state
-            if "restore" in wanted:
-                async_ranks.restore(options.rounds, options.num_bytes, root, table)
+    # Staged bytes may take half of the store.
+    with one_node(4 * options.num_bytes):
+        if wanted & {"stall", "first", "durable", "cpu", "memory"}:
+            _Saves(options, root, table, state).measure()
+        if wanted & {"lost", "day"}:
+            _training(options, root, table, state)
+        del state
+        if "restore" in wanted:
+            async_ranks.restore(options.rounds, options.num_bytes, root, table)
 
 
 @contextlib.contextmanager

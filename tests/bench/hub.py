@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ray_dcp
 from tests.bench.measure import drop_cache, warm_cache
-from tests.support.hub_models import write_model
+from tests.support.programs.hub_ranks import write_model
 
 SHAPES = {
     "419 MB in 113 matrices (dense)": [(1024, 1024)] * 64

@@ -1,23 +1,15 @@
-"""Loads beside their limit; over all pairs of layouts, bytes read over bytes that are needed."""
+"""Loads between layouts on real Ray ranks: bytes read over bytes that are needed."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch.distributed.checkpoint as stock
-
-import ray_dcp
 from ray_dcp.runtime.worker_group import WorkerGroup
-from tests.bench import single, table_parts
-from tests.bench.measure import drop_cache, state_of
 from tests.support import layouts
-from tests.support.servers.s3 import fresh_place, server_on_memory_disk
 
 WORLDS = (1, 2, 3, 4, 8)
 SHAPES = ((2048, 1024), (1024, 3000), (257, 129), (16, 65536))
@@ -25,29 +17,13 @@ SHAPES = ((2048, 1024), (1024, 3000), (257, 129), (16, 65536))
 
 
 def load(directory: str | None, most_ranks: int) -> int:
-    """Prints all tables; returns how many loads gave wrong values."""
+    """Prints the table; returns how many loads gave wrong values."""
     warnings.simplefilter("ignore")
     root = Path(tempfile.mkdtemp(prefix="load-", dir=directory))
     try:
-        _beside_the_limit(root)
-        table_parts.print_table(
-            ((1024, 1000, "irregular"), (10240, 300, "regular"), (10240, 300, "stages"))
-        )
-        return _pairs(root, most_ranks) if most_ranks else 0
+        return _pairs(root, most_ranks)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-
-
-def _beside_the_limit(root: Path) -> None:
-    """One process: ours, stock DCP, and `preadv` of as many bytes, which is the limit."""
-    state = state_of()
-    ray_dcp.save(state, checkpoint_id=str(root / "ours"), no_dist=True)
-    stock.save(state, checkpoint_id=str(root / "stock"), no_dist=True)
-    single.raw_write(root / "raw", sum(t.nbytes for t in state.values()))
-    single.compare_loads("1.4 GB in 243 tensors", state, root, rounds=5)
-    for name in ("ours", "stock"):
-        shutil.rmtree(root / name)
-    (root / "raw").unlink()
 
 
 def _title(title: str, worlds: Sequence[int]) -> None:
@@ -67,8 +43,6 @@ def _pairs(root: Path, most_ranks: int) -> int:
     with WorkerGroup(worlds[-1]) as ranks:
         for world_size in reversed(worlds):
             ranks.resize(world_size)
-            if world_size == min(4, worlds[-1]):
-                wrong += _sharing(ranks, root, unique)
             for source in layouts.LAYOUTS:
                 place = str(root / f"{source}-{world_size}")
                 ranks.run(layouts.save_layout, place, source, SHAPES)
@@ -91,44 +65,3 @@ def _pairs(root: Path, most_ranks: int) -> int:
         f"each alone: {worst['alone']:.3f}"
     )
     return wrong
-
-
-def _sharing(ranks: WorkerGroup, root: Path, unique: int) -> int:
-    """Loads replicas on all ranks of this machine, from a disk and an S3 server, shared or not."""
-    print(
-        f"\non Ray: {ranks.world_size} ranks load the same {unique / 1e6:.0f} MB, medians of 3"
-        f"   (load average {os.getloadavg()[0]:.1f})\n"
-        f"  {'':42}{'slowest s':>10}{'read / unique':>15}{'from the disk':>15}"
-    )
-    wrong = 0
-    servers = server_on_memory_disk()
-    places: dict[str, Any] = {
-        "local disk, cold": str(root / "replicas"), "S3 on this machine": fresh_place(next(servers))
-    }  # fmt: skip
-    try:
-        for name, place in places.items():
-            ranks.run(layouts.save_layout, place, "row", SHAPES)
-            for share in (False, True, "auto"):
-                found = []
-                for _ in range(3):
-                    drop_cache(root)
-                    before = sum(ranks.run(_bytes_from_disk))
-                    loaded = ranks.run(layouts.load_layout, place, "replicated", share, SHAPES)
-                    from_disk = sum(ranks.run(_bytes_from_disk)) - before
-                    wrong += sum(len(each.wrong) for each in loaded)
-                    found.append((max(each.seconds for each in loaded), loaded[0].read, from_disk))
-                seconds, read, from_disk = sorted(found)[1]
-                print(
-                    f"  {f'{name}, share_reads={share!r}':42}{seconds:10.3f}{read / unique:15.3f}"
-                    f"{from_disk / unique:15.3f}"
-                )
-        shutil.rmtree(root / "replicas")
-    finally:
-        servers.close()
-    return wrong
-
-
-def _bytes_from_disk() -> int:
-    """Returns the bytes that devices have read for this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))

@@ -9,6 +9,7 @@ there. Only what the coordinator does is counted, in CPU seconds of all its thre
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import pickle
 import resource
@@ -247,7 +248,8 @@ class Ranks:
         self._counted = counted
         groups = {group_of(rank, world_size) for rank in range(world_size)} - {None}
         self._gatherings = [
-            (group, BatchWindow(group, lambda: 0.0)) for group in sorted(groups, key=min)
+            (group, BatchWindow(group, itertools.count().__next__))
+            for group in sorted(groups, key=min)
         ]
         self._sent: dict[int, MessageBatch] = {}
 
@@ -261,6 +263,7 @@ class Ranks:
             for rank in group:
                 if rank in requests:
                     messages += gathering.take(pickle.loads(pickle.dumps(requests[rank], 5)))
+            messages += gathering.due()
         self._send([(message, wired(message)) for message in messages], sort)
 
     def _send(self, messages: list[tuple[MessageBatch, Any]], sort: str) -> None:
@@ -276,9 +279,6 @@ class Ranks:
         for batch, one in self._counted.told(sort) if self._gatherings else ():
             message = self._sent.pop(id(batch))
             told.update(one.replies)
-            for group, gathering in self._gatherings:
-                if message.ranks[0] in group:
-                    gathering.replied(message, one)
             left = set(message.ranks) - {rank for rank, _ in one.replies}
             if left:
                 # Those that still wait: a gatherer says the same again for them.

@@ -1,4 +1,4 @@
-"""`SaveOptions(unchanged="link")`: a state of which 99 % is frozen, and one that changes wholly.
+"""`SaveOptions(unchanged="link")` for a state of which 99 % is frozen.
 
 The limit of a save that links is one pass over the bytes for their checksums, and a direct write of
 what is trained.
@@ -81,7 +81,7 @@ class Run:
 
 
 def unchanged(rounds: int, directory: str | None, *, on_ray: bool = False) -> None:
-    """Runs both states; asynchronous saves are written by Ray's stager if `on_ray`."""
+    """Runs it; asynchronous saves are written by Ray's stager if `on_ray`."""
     warnings.simplefilter("ignore")
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=directory))
     try:
@@ -90,7 +90,6 @@ def unchanged(rounds: int, directory: str | None, *, on_ray: bool = False) -> No
                 ended.enter_context(one_node(4 << 30))
                 ended.enter_context(session_of("unchanged"))
             _tuned(root, rounds, on_ray=on_ray)
-            _dense(root, rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -144,32 +143,3 @@ def _tuned(root: Path, rounds: int, *, on_ray: bool) -> None:
         stalls = sorted(report.stall_s for report in runs[how].reports[1:])
         print(f"  stall, async, {how.split()[0]}: {stalls[len(stalls) // 2]:.3f} s (median)")
     os.unlink(root / "raw")
-
-
-def _dense(root: Path, rounds: int) -> None:
-    model = nn.ParameterDict(
-        {name.replace(".", "-"): nn.Parameter(t) for name, t in state_of(0.47e9).items()}
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    sum(parameter.sum() for parameter in model.parameters()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    moments = [t for one in optimizer.state.values() for t in one.values() if t.numel() > 1]
-    trained = [*model.parameters(), *moments]
-    state = {"model": model, "optimizer": optimizer}
-    num_bytes = sum(tensor.nbytes for tensor in trained)
-    runs = {
-        how: Run(root / f"dense-{how}", state, trained, unchanged=how) for how in ("write", "link")
-    }
-    contestants: dict[str, Callable[[], object]] = {
-        f"unchanged={how}": run.save for how, run in runs.items()
-    }
-    contestants["limit: O_DIRECT write + fsync"] = lambda: raw_write(root / "raw", num_bytes)
-
-    def train(name: str) -> None:
-        run = runs.get(name.rpartition("=")[2])
-        if run is not None:
-            run.train()
-
-    rows = interleaved(contestants, rounds, before=train)
-    show("everything changes (AdamW)", rows, num_bytes, "unchanged=write")

@@ -32,9 +32,8 @@ from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
-from tests.bench.processes import born, descendants
 from tests.chaos.traps import loopback_addresses
-from tests.support.processes import eventually, lives
+from tests.support.processes import born, descendants, eventually, lives
 from tests.support.programs import forked_workers
 
 REPOSITORY = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view.run_listing import list_checkpoints
-from ray_dcp.view.verify import verify_checkpoint
+from ray_dcp.view.verify import verify_opened
 from tests.crash.registry import NEXT
 from tests.support.arrays import State, same_state
 from tests.support.storages import Fault, Operation, Script
@@ -120,7 +120,7 @@ def what_stands_verifies(after: Aftermath) -> None:
         checkpoint = read_checkpoint(after.storage)
     except CheckpointNotFoundError:
         return
-    report = verify_checkpoint(after.storage, checkpoint)
+    report = verify_opened(after.storage, checkpoint)
     expect(report.ok, f"verify found {[str(problem) for problem in report.problems]}")
 
 

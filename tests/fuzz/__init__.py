@@ -1,5 +1,5 @@
 """Fuzzing of all that reads stored bytes: only a `CheckpointError` may come out.
 
 `python -m tests.fuzz --seconds 600` runs for long, by hand; `tests/property/test_fuzz.py` runs it
-shortly. `mutation` spoils bytes, `targets` makes and reads them.
+shortly. `targets` makes, spoils and reads them.
 """

@@ -6,7 +6,6 @@ import collections
 import random
 import resource
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -15,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from ray_dcp.errors import CheckpointError, InternalError
-from tests.fuzz.mutation import spoiled
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.targets import TARGETS, Target, spoiled
 
 CASE_S = 30
 """How much CPU a case may take, in seconds."""
@@ -124,21 +122,3 @@ def limit_memory() -> None:
         if line.startswith("VmSize:"):
             room = int(line.split()[1]) * 1024 + ROOM_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (room, room))
-
-
-def main() -> None:
-    """As a process of its own: `python -m tests.fuzz.run NAME SECONDS SEED FOLDER`."""
-    name, seconds, seed, folder = sys.argv[1:5]
-    limit_memory()
-    found = run(name, float(seconds), int(seed), log=f"{folder}/running")
-    kinds = ascii([f"{count} {kind[:60]}" for kind, count in found.refused.most_common(4)])
-    print(f"{name:20} {found.cases:8} cases, {len(found.wrong)} wrong; {kinds}", flush=True)
-    for number, (line, data) in enumerate(found.wrong.items()):
-        file = Path(folder) / f"{name.replace(' ', '-')}-{seed}-{number}"
-        file.write_bytes(data)
-        print(f"  WRONG {line}  ({file})", flush=True)
-    sys.exit(bool(found.wrong))
-
-
-if __name__ == "__main__":
-    main()

@@ -109,8 +109,7 @@ def test_ranks_save_by_way_of_gatherers_that_leave_with_them(job, threads, direc
 
 def test_a_gatherer_that_freezes_is_not_waited_for(job, threads, direct, monkeypatch):
     job.save(sample_state(0), threads)
-    pid = ray.get(job.gatherer(2).pid.remote())
-    monkeypatch.setattr(gatherer, "ALIVE_S", 0.5)
+    pid = ray.get(job.gatherer(2).__ray_call__.remote(lambda _: os.getpid()))
     for session in job.sessions:
         plain = session._gathered.call
         monkeypatch.setattr(

@@ -6,13 +6,17 @@ import filecmp
 from pathlib import Path
 
 import ray_dcp
-from tests.support import hub_models, titan
+from tests.support import titan
+from tests.support.programs import hub_ranks
 from tests.support.programs.forks import plain_environment
 
 
 def test_two_ranks_begin_and_end_with_a_model_of_the_hub(tmp_path: Path, programs):
-    first = hub_models.Adapter().to_hf(hub_models.Decoder(seed=1).state_dict())
-    hub_models.write_model(tmp_path / "hub", first)
+    first = hub_ranks.Adapter().to_hf(hub_ranks.Decoder(seed=1).state_dict())
+    hub_ranks.write_model(tmp_path / "hub", first)
+    tied = hub_ranks.Adapter().to_hf(hub_ranks.Decoder(seed=7, tied=True).state_dict())
+    del tied["lm_head.weight"]
+    hub_ranks.write_model(tmp_path / "tied", tied)
     ended = programs.run(
         "-m", "tests.support.programs.hub_ranks", str(tmp_path), str(titan.installed()),
         ranks=2, env=plain_environment(OMP_NUM_THREADS="1"),
@@ -24,6 +28,6 @@ def test_two_ranks_begin_and_end_with_a_model_of_the_hub(tmp_path: Path, program
     assert not left.left_only
     assert not left.right_only
     ray_dcp.export(tmp_path / "adapted", tmp_path / "exported", "hf")
-    found = hub_models.read_model(tmp_path / "exported")
+    found = hub_ranks.read_model(tmp_path / "exported")
     assert found.keys() == first.keys()
     assert all(found[name].equal(first[name]) for name in first)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.manager import BestN, CheckpointManager, EveryMinutes, EveryOptimal, Item, LatestN
+from ray_dcp.manager import (
+    BestN,
+    CheckpointManager,
+    EveryMinutes,
+    EveryOptimal,
+    Item,
+    LatestN,
+    root_writer,
+)
 from tests.support.attempts import Attempt, attempt, check_sound, one_error, sound_state
 from tests.support.checkpoints import flip
 
@@ -114,11 +124,12 @@ def test_times_are_those_of_rank_0(ranks, tmp_path, policy):
     def train(root: str) -> Any:
         manager = manager_at(root, save_policy=policy, chkpt_on_preemption=False)
         # Rank 1's clock runs far ahead; rank 0's is the one that counts.
-        manager._writer._clock = lambda: 1e9 * dist.get_rank()
-        manager._writer._last_begun_s = 0.0
+        begun_s, root_writer.time = time.monotonic(), types.SimpleNamespace(time=time.time)
+        root_writer.time.monotonic = lambda: begun_s + 1e9 * dist.get_rank()
         said = [manager.save(1, sound_state(1))]
-        manager._writer._clock = lambda: 301.0 if dist.get_rank() == 0 else 0.0
+        root_writer.time.monotonic = lambda: begun_s + (301.0 if dist.get_rank() == 0 else 0.0)
         said += [manager.save(2, sound_state(2)), manager.save(3, sound_state(3))]
+        root_writer.time = time
         manager.close()
         return said
 

@@ -6,14 +6,12 @@ of the group raises, whoever asks for it in whichever thread.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -54,17 +52,6 @@ def uses(call: Callable[[], Any]) -> int:
 
 def sequence(group: dist.ProcessGroup) -> int:
     return group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
-
-
-def test_stock_dcp_uses_the_group_in_every_save(ranks, tmp_path):
-    """So the counter sees what there is to be seen."""
-
-    def save(path: str) -> int:
-        state = sound_state(1)
-        return uses(lambda: stock.save(state, checkpoint_id=path))
-
-    for _ in range(2):
-        assert min(ranks.run(save, str(tmp_path / secrets.token_hex(4)))) > 0
 
 
 def test_only_the_first_operation_uses_the_group(ranks, tmp_path):

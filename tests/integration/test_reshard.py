@@ -38,7 +38,7 @@ def test_a_training_state_survives_a_chain_of_layouts(ranks, tmp_path: Path, cha
         ranks.run(programs.save, str(tmp_path / str(hop)))
 
 
-@pytest.mark.parametrize(("source", "target"), [(1, 4), (4, 1), (3, 5)])
+@pytest.mark.parametrize(("source", "target"), [(1, 4), (3, 5)])
 def test_uneven_shapes_move_between_world_sizes_and_to_stock_dcp(
     ranks, tmp_path: Path, source, target
 ):

@@ -23,7 +23,7 @@ from tests.support import damage
 from tests.support.damage import Damage
 from tests.support.programs.unchanged import holds, inodes, path_of, save_steps
 
-FLIPS = {"ours": 20, "stock": 80, "zstd": 60, "hub": 25}
+FLIPS = {"ours": 12, "stock": 50, "zstd": 40, "hub": 15}
 """Flipped bits a file."""
 KNOWN_FLIPS = {"zstd": ((1038, 6), (403, 4), (11861, 2))}
 """Byte and bit of the data file, tried besides. In packed zips these give both names of a record as
@@ -127,32 +127,18 @@ def test_enough_was_tried(verdicts):
     flipped = collections.Counter(v.damage.file for v in found if "flipped" in v.damage.what)
     assert set(flipped) == set(kind.files)
     assert min(flipped.values()) >= FLIPS[kind.name]
-    assert len(found) >= {"ours": 200}.get(kind.name, 60)
+    assert len(found) >= {"ours": 150}.get(kind.name, 40)
 
 
-def test_nothing_but_an_error_of_ours_or_the_same_bits_comes_of_our_checkpoints(verdicts):
-    """Any other exception has failed the fixture."""
+def test_of_our_checkpoints_a_load_or_verify_finds_all_and_says_where(verdicts):
+    """Any exception but an error of ours has failed the fixture."""
     kind, found = verdicts
-    if kind.is_ours:
-        assert [str(v) for v in found if v.loaded is False] == []
-
-
-def test_the_error_names_the_file(verdicts):
-    kind, found = verdicts
-    if not kind.is_ours:
-        return
-    for verdict in found:
-        if not isinstance(verdict.loaded, bool):
-            assert isinstance(verdict.loaded, DamagedCheckpointError), str(verdict)
-            assert damage.names_file(str(verdict.loaded), verdict.damage), str(verdict)
-
-
-def test_what_a_load_does_not_need_verify_finds(verdicts):
-    kind, found = verdicts
-    if not kind.is_ours:
-        return
-    for verdict in found:
+    for verdict in found if kind.is_ours else ():
         one = verdict.damage
+        assert verdict.loaded is not False, str(verdict)
+        if verdict.loaded is not True:
+            assert isinstance(verdict.loaded, DamagedCheckpointError), str(verdict)
+            assert damage.names_file(str(verdict.loaded), one), str(verdict)
         if one.also is not None and all(
             name.startswith("manifest-") for name in (one.file, one.also[0])
         ):
@@ -167,48 +153,41 @@ def test_what_a_load_does_not_need_verify_finds(verdicts):
             assert verdict.is_placed or one.stop > len(kind.files[one.file]), str(verdict)
 
 
-def test_of_stock_items_verify_finds_all_that_changes_what_is_loaded(verdicts):
+def test_of_stock_checkpoints_verify_finds_all_that_changes_what_is_loaded(verdicts):
     kind, found = verdicts
     if kind.name not in ("stock", "zstd"):
         return
+    # A `.metadata` has no checksum: a flipped bit is an error, or lies where nothing is read.
+    # Behind `end` lie the path, random ids and a version, as long as the path is.
+    end = kind.files[".metadata"].index(b"StorageMeta")
+    needed = [v for v in found if v.damage.file == ".metadata" and v.damage.start < end]
+    assert sum(v.loaded is True for v in needed) < len(needed) / 6
     silent = [v for v in found if v.loaded is False]
     assert {v.damage.file for v in silent} == {"__0_0.distcp"}, "a payload that nobody checks"
-    for verdict in silent:
-        assert verdict.is_named, str(verdict)
-        assert verdict.is_placed, str(verdict)
-
-
-def test_of_stock_items_an_error_of_a_load_is_one_that_verify_finds_too(verdicts):
-    kind, found = verdicts
-    if kind.name not in ("stock", "zstd"):
-        return
     for verdict in found:
-        if verdict.damage.file == "__0_0.distcp" and not isinstance(verdict.loaded, bool):
-            assert damage.names_file(str(verdict.loaded), verdict.damage), str(verdict)
+        if verdict.damage.file == "__0_0.distcp" and verdict.loaded is not True:
             assert verdict.is_named, str(verdict)
+            if verdict.loaded is False:
+                assert verdict.is_placed, str(verdict)
+            else:
+                assert damage.names_file(str(verdict.loaded), verdict.damage), str(verdict)
 
 
-def test_of_a_stock_metadata_only_names_that_nobody_needs_change_unseen(verdicts):
-    """It has no checksum: a flipped bit is an error, or lies where nothing is read."""
-    kind, found = verdicts
-    if kind.name not in ("stock", "zstd"):
-        return
-    mine = [v for v in found if v.damage.file == ".metadata"]
-    assert [str(v) for v in mine if v.loaded is False] == []
-    # Behind it lie the path, random ids and a version, as long as the path is: no load reads them.
-    end = kind.files[".metadata"].index(b"StorageMeta")
-    needed = [v for v in mine if v.damage.start < end]
-    assert sum(v.loaded is True for v in needed) < len(needed) / 6
+INDEX = "model.safetensors.index.json"
 
 
 def test_of_a_hub_folder_only_what_tensors_hold_changes_unseen(verdicts):
     kind, found = verdicts
     if kind.name != "hub":
         return
+    start = kind.files[INDEX].index(b'"weight_map"')
     for verdict in found:
         one = verdict.damage
-        if one.file.endswith(".json"):
+        if one.file == INDEX:
             assert verdict.loaded is True, "the index is for other readers"
+            if start <= one.start and one.stop <= len(kind.files[INDEX]):
+                same_json = one.data.split() == kind.files[INDEX].split()
+                assert verdict.is_named or same_json, str(verdict)
             continue
         assert "no checksums" in verdict.notes or verdict.problems, str(verdict)
         header_bytes = 8 + int.from_bytes(kind.files[one.file][:8], "little")
@@ -217,21 +196,6 @@ def test_of_a_hub_folder_only_what_tensors_hold_changes_unseen(verdicts):
             assert len(one.data) == len(kind.files[one.file]), str(verdict)
         elif isinstance(verdict.loaded, CheckpointError):
             assert verdict.is_named or INDEX in {p.file for p in verdict.problems}, str(verdict)
-
-
-INDEX = "model.safetensors.index.json"
-
-
-def test_of_an_index_verify_finds_all_but_what_it_says_about_itself(verdicts):
-    kind, found = verdicts
-    if kind.name != "hub":
-        return
-    start = kind.files[INDEX].index(b'"weight_map"')
-    for verdict in found:
-        one = verdict.damage
-        if one.file == INDEX and start <= one.start and one.stop <= len(kind.files[INDEX]):
-            same_json = one.data.split() == kind.files[INDEX].split()
-            assert verdict.is_named or same_json, str(verdict)
 
 
 # Two commits, of which the older was not collected yet
@@ -284,7 +248,7 @@ def test_a_flipped_bit_is_found_in_all_steps_that_share_it(tmp_path):
     files = [next(f for f in path.glob("*.distcp") if f.stat().st_ino == inode) for path in paths]
     data = files[0].read_bytes()
     found = collections.Counter[str]()
-    for one in damage.flips(files[0].name, data, 400, 0):
+    for one in damage.flips(files[0].name, data, 40, 0):
         with open(files[0], "r+b") as opened:
             opened.seek(one.start)
             opened.write(one.data[one.start : one.stop])
@@ -298,4 +262,4 @@ def test_a_flipped_bit_is_found_in_all_steps_that_share_it(tmp_path):
         with open(files[0], "r+b") as opened:
             opened.seek(one.start)
             opened.write(data[one.start : one.stop])
-    assert found["found"] > 380
+    assert found["found"] > 36

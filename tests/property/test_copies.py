@@ -82,7 +82,7 @@ def standing(url):
     return loads_whole(url, STATES, world_size=1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(0, 2**32),
     st.lists(st.sampled_from(["copy", "save", "delete", "collect"]), min_size=1, max_size=3),

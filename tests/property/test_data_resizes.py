@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.data import ElasticBatchSampler, ElasticStream
-from ray_dcp.data.stream import RowsSeen, merged
+from ray_dcp.data import ElasticBatchSampler, ElasticStream, RowsSeen, merged
 
 SEGMENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.integers(0, 4)), max_size=8)
 """Ranks, samples in a global batch beyond one a rank, steps until the next resize."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.run import run
+from tests.fuzz.__main__ import run
 from tests.fuzz.targets import TARGETS
 
 CASES = {"checkpoint": 40, "chunk table": 60}

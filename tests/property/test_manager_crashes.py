@@ -22,7 +22,14 @@ from tests.crash.invariants import (
     standing_state,
 )
 from tests.crash.registry import NEW, NEXT, OLD, Operation
-from tests.support.manager_places import folders_of, newest_state, root_of, save_step, writer_of
+from tests.support.manager_places import (
+    folders_of,
+    in_this_thread,
+    newest_state,
+    root_of,
+    save_step,
+    writer_of,
+)
 from tests.support.manager_places import settings as manager_settings
 from tests.support.manager_play import play
 from tests.support.storages import CrashError, Fault, Script
@@ -91,6 +98,12 @@ REPLACE = Operation(
 )
 
 
+@pytest.fixture(autouse=True)
+def _in_this_thread():
+    with in_this_thread():
+        yield
+
+
 @pytest.mark.parametrize("operation", [SAVE, REPLACE], ids=str)
 def test_the_only_good_step_survives_the_death_of_the_process_at_any_call(operation):
     reached = check_crashes(operation, variants=["before"])
@@ -134,7 +147,6 @@ def _no_step_is_deleted_that_must_stand(seed):
 
 
 def test_no_step_is_deleted_that_must_stand_whatever_happens_at_once():
-    """More rounds by hand: `python -m tests.support.manager_play 200`."""
     _no_step_is_deleted_that_must_stand()
     assert _reached["deleted, by retention"] >= 1
     assert _reached["saved"] >= 10

@@ -68,6 +68,15 @@ def data_file(path: Path) -> Path:
     return max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
 
 
+def payload_of(path: Path, name: str) -> tuple[Path, int, int]:
+    """Returns the file that holds a tensor, and the first and last byte of its payload."""
+    view = ray_dcp.open(path)
+    row = view.table.tensor.tolist().index(view.names.index(name))
+    start = int(view.table.payload_offset[row])
+    file = path / view.table.files[view.table.file[row]]
+    return file, start, start + int(view.table.payload_bytes[row]) - 1
+
+
 def flip(file: Path, offset: int, mask: int = 1) -> None:
     """Changes bits of one byte in place."""
     data = bytearray(file.read_bytes())

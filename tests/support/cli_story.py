@@ -167,7 +167,7 @@ def tell(todo: Sequence[Sequence[str]], words: dict[str, str]) -> str:
         if arguments[0] == "timeline":
             output = f"{len(found.output) > 200}\n"  # its form is tested elsewhere
         else:
-            output = _normal(found.output, loose=arguments[0] in _LOOSE)
+            output = normal(found.output, loose=arguments[0] in _LOOSE)
         text = f"$ ray-dcp {' '.join(arguments)}\n{output}"
         if found.exit_code:
             text += f"[exit status {found.exit_code}]\n"
@@ -185,7 +185,8 @@ def compare(name: str, found: str, *, renew: bool) -> None:
     assert found == path.read_text(), "see tests/golden/README.md"
 
 
-def _normal(text: str, *, loose: bool) -> str:
+def normal(text: str, *, loose: bool) -> str:
+    """Returns an output with words in place of what differs each time."""
     for rule, word in [*_RULES, *(_SIZES if loose else [])]:
         text = rule.sub(word, text)
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())

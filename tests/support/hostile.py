@@ -215,13 +215,8 @@ PICKLES: dict[str, bytes] = {
     "objects of a shape longer than their list": array(
         ops(1 << 20, b"\x85"), OF_OBJECTS, ops(b"]N", b"a")
     ),
-    "objects of a shape shorter than their list": array(
-        b"K\x01\x85", OF_OBJECTS, ops(b"](", b"N" * 100, b"e")
-    ),
     "objects of a negative shape": array(b"J\xff\xff\xff\xff\x85", OF_OBJECTS, b"]"),
     "an array of fewer bytes than its shape": array(ops(1 << 30, b"\x85"), F8, encoded("A" * 8)),
-    "an array of more bytes than its shape": array(b"K\x01\x85", F8, encoded("A" * 64)),
-    "an array whose shape overflows": array(ops(1 << 61, b"K\x08\x86"), F8, encoded("A" * 8)),
     "an array without bytes of 2**61 elements": array(
         ops(1 << 61, b"\x85"),
         dtype("S0", b"K\x03", text("|"), b"NNN", b"K\x00", b"K\x01", b"K\x00"),
@@ -234,7 +229,6 @@ PICKLES: dict[str, bytes] = {
         10_000, b"N", ops(begun(), b"(K\x01K\x01\x85", OF_OBJECTS, b"\x89]"), b"atb"
     ),
     "a scalar of 1 GB": scalar(dtype("V999999999", *ROOM)),
-    "a scalar of 1 GB and few bytes": scalar(dtype("V999999999", *ROOM), encoded("A")),
     "a scalar that is an object": scalar(OF_OBJECTS, encoded("A" * 8)),
     "records in records, wide": b"".join(
         ops(
@@ -253,22 +247,13 @@ PICKLES: dict[str, bytes] = {
     "generators made of one name": often(
         20_000, name("numpy.random._pickle.__generator_ctor"), text("MT19937")
     ),
-    "bit generators made of one name": often(20_000, name(BIT_GENERATOR), text("MT19937")),
     "a bit generator of arguments nested a million deep": ops(
         call(BIT_GENERATOR, "PCG64"), DEEP, b"b"
     ),
-    "a bit generator that is named by what is nested a million deep": call(BIT_GENERATOR, DEEP),
-    "a bit generator called with lists in lists": call(
-        "numpy.random._pcg64.PCG64", nested(100_000, b"K\x01", b"]", b"a")
-    ),
-    "a seed of lists in lists": seeded(nested(100_000, b"K\x01", b"]", b"a")),
     "a seed with a pool of 2**40 words": seeded(b"K\x01", pool=number(1 << 40)),
     "words of another dtype": generator(
         "MT19937",
         words(key=array(b"Mp\x02\x85", dtype("u1", *BYTE), encoded("\x00" * 624)), pos=b"K\x00"),
-    ),
-    "fewer words": generator(
-        "MT19937", words(key=array(b"K\x01\x85", dtype("u4"), encoded("AAAA")), pos=b"K\x00")
     ),
     "words of Python, the place behind them": ops(
         call("random.Random"), b"(K\x03(", b"K\x01" * 624, 1 << 30, b"tNtb"
@@ -298,25 +283,8 @@ PICKLES: dict[str, bytes] = {
         nested(600, b"N", ops(name("collections.deque"), b"]"), b"a\x85R"),
         b"e0",
     ),
-    "deques and arrays of objects in each other": nested(
-        5000,
-        b"N",
-        ops(begun(), b"(K\x01K\x01\x85", OF_OBJECTS, b"\x89]", name("collections.deque"), b"]"),
-        b"a\x85Ratb",
-    ),
     "default dicts in each other": nested(
         30_000, b"N", ops(call("collections.defaultdict"), b"N"), b"s"
-    ),
-    "default dicts in each other, the outer ones first": ops(
-        b"](",
-        b"".join(
-            ops(call("collections.defaultdict"), b"r", struct.pack("<I", n)) for n in range(50_000)
-        ),
-        b"".join(
-            ops(b"0j", struct.pack("<I", n), b"Nj", struct.pack("<I", n + 1), b"s")
-            for n in range(49_999)
-        ),
-        b"e",
     ),
     "an attribute that shadows a method": ops(
         call("collections.OrderedDict"), b"}", "items", name("builtins.bytearray"), b"sb"
@@ -329,40 +297,14 @@ PICKLES: dict[str, bytes] = {
     "a default that calls what is not allowed": call(
         "collections.defaultdict", name("_codecs.encode")
     ),
-    "a call of a deep tuple": ops(DEEP, b")R"),
     "a new object of a function": ops(name("_codecs.encode"), b")\x81"),
     "a list of a range": call("builtins.list", call("builtins.range", MANY)),
     "a set of a range": call("builtins.set", call("builtins.range", MANY)),
     "a deque of a range": call("collections.deque", call("builtins.range", MANY)),
     "a counter of a range": call("collections.Counter", call("builtins.range", MANY)),
     "a size of a range": call("torch.Size", call("builtins.range", MANY)),
-    "a range by its old name": call("__builtin__.list", call("__builtin__.xrange", MANY)),
     "bytes of a length": call("builtins.bytes", MANY),
-    "a bytearray of a length": call("builtins.bytearray", MANY),
-    "a text of lists of lists": ops(
-        b"]q\x00",
-        b"".join(
-            ops(b"](h", bytes([i]), b"h", bytes([i]), b"eq", bytes([i + 1])) for i in range(40)
-        ),
-        call("builtins.str", b"h("),
-    ),
     "a text encoded by a codec": call("_codecs.encode", "a", "zip"),
-    "a long text encoded often": ops(
-        b"](",
-        text("a" * 100_000),
-        b"q\x00",
-        "latin1",
-        b"\x86q\x01",
-        ops(name("_codecs.encode"), b"h\x01R") * 100_000,
-        b"e",
-    ),
-    "a list copied often": ops(
-        b"](](",
-        b"K\x01" * 100_000,
-        b"e\x85q\x00",
-        ops(name("builtins.list"), b"h\x00R") * 50_000,
-        b"e",
-    ),
     "an array begun with a length": array(
         b"K\x01\x85", F8, encoded("\x00" * 8), start=ops(MANY, b"\x85")
     ),
@@ -410,12 +352,10 @@ PICKLES: dict[str, bytes] = {
     "a place behind the words of MT19937": generator(
         "MT19937", words(key=KEYS, pos=number(1 << 24))
     ),
-    "a place before the words of MT19937": generator("MT19937", words(key=KEYS, pos=number(-5))),
     "a place before the words of Philox": ops(
         generator("Philox", words(key=KEYS)), b"}(", "buffer_pos", -9, b"ub"
     ),
     "a key nested a million deep": ops(b"}", DEEP, b"Ns"),
-    "an element nested a million deep": call("builtins.set", ops(b"](", DEEP, b"e")),
     "an encoding nested a million deep": call("_codecs.encode", "a", DEEP),
     "a function of the system": call("os.system", "true"),
     "an instance": ops(b"(", "true", b"ios\nsystem\n"),
@@ -435,7 +375,6 @@ ON_STORAGE: dict[str, bytes] = {
         b"tb",
     ),
     "a tensor longer than its storage": view(ops(1 << 36, b"\x85"), b"K\x01\x85"),
-    "a tensor before its storage": view(b"K\x01\x85", b"K\x01\x85", offset=b"J\xff\xff\xff\xff"),
     "a tensor with a negative stride": view(
         b"K\x02\x85", b"J\xff\xff\xff\xff\x85", offset=b"K\x00"
     ),
@@ -575,9 +514,6 @@ METADATA: dict[str, Callable[[], bytes]] = {
     "one chunk in lists that are shared": lambda: repeated(100_000),
     "one list of transforms for every item": lambda: repeated(1, ["x"] * 1_000_000),
     "offsets of one hash": equal_hashes,
-    "integers of one hash": lambda: alone(
-        b"}(" + b"".join(number(i * ((1 << 61) - 1)) + b"N" for i in range(1, 30_000)) + b"u"
-    ),
     "a key as long as the file": lambda: alone(
         b"(" + b"K\1" * 300_000 + b"tq\0}(" + b"h\0N" * 300_000 + b"u"
     ),
@@ -588,7 +524,6 @@ METADATA: dict[str, Callable[[], bytes]] = {
     ),
     "a name twice": lambda: alone(b"}(" + (text("w") + b"N") * 2 + b"u"),
     "an empty list a byte": lambda: alone(b"(" + b"]" * 2_000_000 + b"t"),
-    "an empty dict a byte": lambda: alone(b"(" + b"}" * 2_000_000 + b"t"),
 }
 
 
@@ -627,7 +562,6 @@ def tensor(shape: list[Any], *offsets: Any, dtype: str = "F32") -> dict[str, Any
 
 
 HEADERS: dict[str, bytes] = {
-    "a length of 2**63": struct.pack("<Q", 1 << 63) + b"{}",
     "a length of 99 MB": struct.pack("<Q", 99_000_000) + b"{}",
     "a name twice": header(
         b'{"w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},'
@@ -639,11 +573,9 @@ HEADERS: dict[str, bytes] = {
         b'{"w":{"dtype":"F32","shape":[' + b"9" * 1_000_000 + b'],"data_offsets":[0,4]}}'
     ),
     "a shape of huge numbers": header({"w": tensor([1 << 61] * 64, 0, 4)}),
-    "a shape of 100,000 dimensions": header({"w": tensor([1] * 100_000, 0, 4)}),
     "an offset that is no number": header(
         b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[NaN,Infinity]}}'
     ),
-    "an offset that is true": header({"w": tensor([True], 0, 4)}),
     "tensors that overlap": header({"w": tensor([2], 0, 8), "v": tensor([2], 4, 12)}),
     "metadata that is no text": header({"__metadata__": {"a": [1]}}),
     "a file of lists": header(b'{"a":[' + b"[]," * 300_000 + b"[]]}"),
@@ -661,12 +593,8 @@ RECORDS: dict[str, bytes] = {
     "a reason with half a surrogate pair": ABORT.replace(b"late", b"\\ud800"),
     "an attempt that climbs": ABORT.replace(b"a1", b"../a1"),
     "names of 100 million files in one line": COMMIT.replace(b"..3", b"..99999999"),
-    "a range of names with a number of a million digits": COMMIT.replace(
-        b"..3", b".." + b"9" * 1_000_000
-    ),
     "a name in a range and by itself": COMMIT.replace(b"__{0..3}_0.x", b"a3\\na{1..3}"),
     "a place of blocks of no bytes": COMMIT.replace(b"1024,4", b"0,4"),
-    "a place for no items": COMMIT.replace(b"1024,4", b"1024,0"),
     "a version of a million digits": ABORT.replace(b'_version":', b'_version":' + b"9" * 1_000_000),
 }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.errors import LimitError
+from ray_dcp.manager import background, leases
 from ray_dcp.manager.catalogue import Root, look
 from ray_dcp.manager.leases import this_process
+from ray_dcp.manager.policies import EverySteps
 from ray_dcp.manager.root_writer import Writer
-from ray_dcp.manager.save_policy import EverySteps
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
@@ -78,8 +82,22 @@ def root_of(storage: Storage) -> Root:
 
 
 def writer_of(storage: Storage, **given) -> Writer:
-    """Returns a writer of a root that is a storage, which does everything in this thread."""
-    return Writer(root_of(storage), settings(**given), threaded=False, holder=HERE)
+    """Returns a writer of a root that is a storage."""
+    return Writer(root_of(storage), settings(**given), holder=HERE)
+
+
+@contextmanager
+def in_this_thread() -> Iterator[None]:
+    """Lets managers find no threads to start, so that all is done where it is asked for."""
+
+    def refuse(*_: object) -> None:
+        raise LimitError("no thread for this test")
+
+    with (
+        mock.patch.object(background, "start_thread", refuse),
+        mock.patch.object(leases, "renewed", return_value=lambda: None),
+    ):
+        yield
 
 
 def save_step(writer: Writer, storage: Storage, step: int, state, **telling) -> str:

@@ -6,15 +6,12 @@ to be right then.
 
 In some rounds small files are damaged: a read gives another byte, or half of the file, once; or
 what lies there is damaged for good, where nothing that was promised is lost by it.
-
-`python -m tests.support.manager_play 200` plays 200 rounds and tells what was reached.
 """
 
 from __future__ import annotations
 
 import random
 import re
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -36,9 +33,8 @@ from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import ReaderLease, this_process
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.store.local import LocalStorage
-from tests.crash.interruptions import one_call_at_a_time
 from tests.support.arrays import state_of as whole_state_of
-from tests.support.manager_places import settings
+from tests.support.manager_places import in_this_thread, settings
 from tests.support.turns import SteppedStorage, World
 from tests.support.world import loads_whole, save
 
@@ -214,7 +210,7 @@ def stepped(model: Model):
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, in_this_thread():
         for name in METHODS:
             patch.setattr(LocalStorage, name, patched(name))
         yield
@@ -318,7 +314,6 @@ class Round:
         return Writer(
             self.root,
             settings(retention=LatestN(self.model.max_to_keep) | BestN(1, "loss"), order="any"),
-            threaded=False,
             holder=replace(this_process(), nonce=actor.name),
         )
 
@@ -387,7 +382,7 @@ class Round:
     def _read(self, actor) -> None:
         step = self._some_step()
         holder = replace(this_process(), nonce=actor.name)
-        lease = ReaderLease(self.root, step, lease_s=30.0, holder=holder, beats=False)
+        lease = ReaderLease(self.root, step, lease_s=30.0, holder=holder)
         try:
             lease.__enter__()
         except CheckpointError as error:
@@ -429,20 +424,3 @@ def play(seed: int) -> Model:
     quick = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=quick) as folder:
         return Round(Path(folder) / "run", seed).play()
-
-
-def main(rounds: int, first: int = 0) -> None:
-    """Plays rounds; prints every wrong one, and what was reached in all."""
-    seen, wrong = Counter[str](), 0
-    for seed in range(first, first + rounds):
-        with one_call_at_a_time():
-            model = play(seed)
-        seen += model.seen
-        wrong += bool(model.wrong)
-        for told in model.wrong:
-            print(f"  seed {seed}: {told}", flush=True)
-    print(f"  {rounds} rounds, {wrong} of them wrong; {dict(sorted(seen.items()))}")
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:] or ["200"]))

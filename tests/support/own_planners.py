@@ -1,10 +1,15 @@
-"""Planners of a user's: of other types than DCP's, so that their hooks are called."""
+"""Planners and storages of a user's: of other types than DCP's, so that their own are called."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 
 
 class OwnSave(DefaultSavePlanner):
@@ -30,3 +35,11 @@ class OwnResolve(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: Any) -> Any:
         return super().resolve_tensor(read_item)
+
+
+class OwnWriter(FileSystemWriter):
+    """A storage that is not torch's own."""
+
+
+class OwnReader(FileSystemReader):
+    """A storage that is not torch's own."""

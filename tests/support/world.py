@@ -12,14 +12,23 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from ray_dcp.commit_protocol.commands import Answer, Arm, Command, MakePlan, step_of
+from ray_dcp.commit_protocol.commands import (
+    Answer,
+    Arm,
+    Command,
+    Disarm,
+    MakePlan,
+    Perform,
+    Result,
+    step_of,
+)
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
@@ -29,6 +38,7 @@ from ray_dcp.commit_protocol.messages import (
     OpKey,
     PartsHeld,
     PartsWritten,
+    Refused,
     Reply,
     Request,
     SaveGo,
@@ -46,9 +56,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime import inline
 from ray_dcp.runtime.gatherer import BatchWindow, is_gathered
-from ray_dcp.runtime.inline import Performer
+from ray_dcp.runtime.metrics import Performer
 from ray_dcp.runtime.rank_load import LoadResult, RankLoad
 from ray_dcp.runtime.rank_save import Captured, PlanMemory, RankSave
 from ray_dcp.runtime.tasks import new_attempt, perform
@@ -207,21 +216,39 @@ class Batch:
             self.replies.append((rank, reply))
 
 
-class Shell(inline.Shell):
+class Shell:
     """Carries out the commands of a coordination in virtual time, with messages of gatherers.
 
     Attributes:
+        answers: Answers that were not taken yet, oldest first, each for one rank.
+        tasks: Tasks to perform, oldest first.
         batches: Messages of several ranks that wait; their answers are in no other place.
     """
 
     def __init__(
         self, coordination: Coordination, performer: Performer, time: Time | None = None
     ) -> None:
-        super().__init__(coordination)
+        self.coordination = coordination
+        self.answers: list[Answer] = []
+        self.tasks: list[Perform] = []
+        self._timers: dict[OpKey, tuple[float, str]] = {}
         self.batches: list[Batch] = []
         self._performer = performer
         self._time = time or Time()
         self._listens = time is not None
+
+    def receive(self, request: Request, silence_s: float | None = None) -> Refused | None:
+        """Passes on a request; returns the reply to this call if the request is refused."""
+        try:
+            self._carry_out(self.coordination.receive(request, silence_s=silence_s))
+        except CheckpointError as error:
+            return Refused(error)
+        return None
+
+    def cancel(self, key: OpKey, reason: str) -> bool:
+        """Cancels a save; returns whether that was possible."""
+        self._carry_out(self.coordination.cancel(key, reason))
+        return self.coordination.is_cancelled(key)
 
     def receive_batch(self, message: MessageBatch, silence_s: float | None = None) -> Batch:
         """Hands over what several ranks say; returns what they are told, as it comes."""
@@ -239,15 +266,15 @@ class Shell(inline.Shell):
         self.batches = [batch for batch in self.batches if not batch.replies]
         return found
 
-    def _answer_batches(self, answer: Answer) -> Answer:
-        """Returns what is left of an answer: that to ranks that wait in no message."""
+    def _answer_batches(self, answer: Answer) -> list[int]:
+        """Answers the ranks that wait in a message; returns the others."""
         left = set(answer.ranks)
         for batch in self.batches:
             if (batch.key, batch.step) == (answer.key, answer.step):
                 for rank in left & batch.waiting:
                     left.discard(rank)
                     batch.put(rank, answer.reply)
-        return replace(answer, ranks=tuple(sorted(left)))
+        return sorted(left)
 
     def lose(self, request: Request) -> None:
         """Reports that the rank of a request died."""
@@ -258,6 +285,10 @@ class Shell(inline.Shell):
         """Performs a task that waits."""
         todo = self.tasks.pop(index)
         self.performed(todo, self._performer(todo.task))
+
+    def performed(self, todo: Perform, result: Result) -> None:
+        """Passes on the result of a task."""
+        self._carry_out(self.coordination.performed(todo.key, todo.task, result))
 
     def expire(self, beating: Sequence[tuple[str, int, float]] = ()) -> bool:
         """Lets the time pass to the next deadline or silence; returns false when there is none.
@@ -276,17 +307,22 @@ class Shell(inline.Shell):
             return True
         if key is None:
             return False
-        self._time.now_s = self._timers[key][0]
-        self.expire_one(key)
+        self._time.now_s, phase = self._timers.pop(key)
+        self._carry_out(self.coordination.expired(key, phase))
         return True
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            if isinstance(command, Arm):
-                command = replace(command, after_s=self._time.now_s + command.after_s)
-            elif isinstance(command, Answer):
-                command = self._answer_batches(command)
-            super()._carry_out([command])
+            match command:
+                case Answer(key, _, step, reply):
+                    ranks = self._answer_batches(command)
+                    self.answers += [Answer(key, (rank,), step, reply) for rank in ranks]
+                case Perform():
+                    self.tasks.append(command)
+                case Arm(key, phase, after_s):
+                    self._timers[key] = (self._time.now_s + after_s, phase)
+                case Disarm(key):
+                    self._timers.pop(key, None)
 
 
 def next_silence_s(coordination: Coordination) -> float | None:
@@ -541,7 +577,6 @@ class World:
             for message, batch in [one for one in group.asking if one[1].replies]:
                 group.asking.remove((message, batch))
                 told = pickle.loads(pickle.dumps(BatchedReplies(tuple(batch.replies))))
-                group.gathering.replied(message, told)
                 for rank, reply in told.replies:
                     group.asked.pop(rank, None)
                     self._told(message.key, rank, message.step, reply)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
@@ -17,6 +22,7 @@ from torch.distributed._shard.sharded_tensor import (
     ShardMetadata,
     TensorProperties,
 )
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -27,13 +33,16 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import ray_dcp
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.conversion import nested as nested_by_path
 from ray_dcp.core.values import Columns, Kind
-from ray_dcp.errors import StateDictError, UnsupportedValueError
+from ray_dcp.errors import DamagedCheckpointError, StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.saving import share_bytes
 from ray_dcp.torch_adapter.capture import Capture, capture
+from ray_dcp.torch_adapter.flatten import flatten
 from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.sink import TensorSink
@@ -483,3 +492,93 @@ def test_each_rank_of_a_target_with_more_rows_gets_the_stored_ones(rows: int) ->
             local, own = target.to_local(), full[low : low + 3]
             assert torch.equal(local[: len(own)], own)
             assert (local[len(own) :] == -1).all()
+
+
+TENSOR = torch.ones(2)
+
+leaves = st.sampled_from([TENSOR, torch.nn.Parameter(TENSOR), 1, "x", None, (1, TENSOR), b"b"])
+keys = st.sampled_from(["a", "b", 0, 1, "0"])
+nested = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=2).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=2).map(MappingProxyType),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=40)
+@given(state_dict=st.dictionaries(keys, nested, max_size=4), before_2_4=st.booleans())
+def test_names_paths_and_values_are_those_of_dcp(state_dict: dict, before_2_4: bool) -> None:
+    try:
+        _version._derived_version = "2_3" if before_2_4 else None
+        values, paths = flatten_state_dict(state_dict)
+    except ValueError:  # two values with one name
+        with pytest.raises(StateDictError, match="duplicated flatten key"):
+            flatten(state_dict, before_2_4=before_2_4)
+        return
+    finally:
+        _version._derived_version = None
+    flat = flatten(state_dict, before_2_4=before_2_4)
+    assert before_2_4 or all(flat.values[flat.names.index(name)] == {} for name in flat.empty)
+    flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
+    assert flat.names == list(values)
+    assert flat.paths == list(paths.values())
+    assert all(a is b for a, b in zip(flat.values, values.values(), strict=True))
+    for parent, key, value in zip(flat.parents, flat.keys, flat.values, strict=True):
+        assert parent[key] is value
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+SELF: dict[str, Any] = {"a": {}}
+SELF["a"]["b"] = SELF
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (
+            {"a": {"b": 1}, "a.b": 2, "c": {"d": 1}, "c.d": 3},
+            r"'a\.b', 'c\.d' would name two values",
+        ),
+        (SELF, "does it contain itself"),
+        ({"loop": LOOP}, "does it contain itself"),
+        ({"fine": 1, "\ud83d\ude00": TENSOR}, "half of a surrogate pair"),
+        ({"fine": 1, "a\ude00": TENSOR}, "half of a surrogate pair"),
+    ],
+)
+def test_names_that_no_checkpoint_can_hold_are_told_before_anything_is_saved(
+    state: dict, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StateDictError, match=told):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [({3: 1, "3": 2}, "flatten key: '3'"), ({"\ud83d": 1}, "half of a surrogate pair")],
+)
+def test_without_flattening_names_must_be_unique_texts_too(state, told, tmp_path: Path) -> None:
+    planner = ray_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with pytest.raises(StateDictError, match=told):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"x": ("a", -1)},
+        {"x": ("a", 1 << 21)},
+        {"x": (0,)},
+        {"x": ("a",), "y": ("a", "b")},
+        {"x": ("a", 0), "y": ("a", "b")},
+    ],
+)
+def test_paths_that_contradict_themselves_or_ask_for_the_impossible_are_refused(paths: Any) -> None:
+    with pytest.raises(DamagedCheckpointError, match="can't be a place"):
+        nested_by_path(dict.fromkeys(paths.values(), 1))

@@ -26,6 +26,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.torch_adapter.foreign import foreign_load, foreign_save
+from tests.support.own_planners import OwnWriter
 from tests.unit.adapter_support import group, run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -58,18 +59,14 @@ def state(fill: float = 1.0) -> dict[str, Any]:
     }
 
 
-class Writer(dcp.FileSystemWriter):
-    """A writer that is not torch's own."""
-
-
-class PlainWriter(Writer):
+class PlainWriter(OwnWriter):
     """One whose `set_up_storage_writer` takes no `**kwargs`."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:  # type: ignore[override]
         super().set_up_storage_writer(is_coordinator)
 
 
-class FuturedWriter(Writer):
+class FuturedWriter(OwnWriter):
     """One whose `write_data` gives what is made of its results."""
 
     def __init__(self, path: Path, make: Callable[[Any], Any]) -> None:
@@ -148,7 +145,7 @@ def load_one(target: Any, reader: Any, planner: Any = None, **options: Any) -> N
 # --- order of calls -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("writer_class", [Writer, PlainWriter])
+@pytest.mark.parametrize("writer_class", [OwnWriter, PlainWriter])
 @pytest.mark.parametrize("there", [None, "there"])
 def test_save_makes_the_calls_of_stock_dcp_in_its_order(writer_class, there, tmp_path):
     told: list[list[Any]] = [[], []]
@@ -163,7 +160,7 @@ def test_save_makes_the_calls_of_stock_dcp_in_its_order(writer_class, there, tmp
 
 @pytest.mark.parametrize("there", [None, "there"])
 def test_load_makes_the_calls_of_stock_dcp_in_its_order(there, tmp_path):
-    save_one(Writer(tmp_path))
+    save_one(OwnWriter(tmp_path))
     told: list[list[Any]] = [[], []]
     readers = [noted(dcp.FileSystemReader(tmp_path), calls) for calls in told]
     planners = [noted(dcp.DefaultLoadPlanner(), calls) for calls in told]
@@ -180,7 +177,7 @@ def test_load_makes_the_calls_of_stock_dcp_in_its_order(there, tmp_path):
 @pytest.mark.parametrize("coordinator_rank", [0, 2])
 def test_only_the_coordinator_rank_plans_globally_and_finishes(coordinator_rank, tmp_path):
     told: list[list[Any]] = [[] for _ in range(4)]
-    writers = [noted(Writer(tmp_path), calls) for calls in told]
+    writers = [noted(OwnWriter(tmp_path), calls) for calls in told]
     ends = save_all(4, writers.__getitem__, coordinator_rank=coordinator_rank)
     central = {"prepare_global_plan", "finish"}
     for rank, calls in enumerate(told):
@@ -199,7 +196,7 @@ def test_only_the_coordinator_rank_plans_globally_and_finishes(coordinator_rank,
 
 
 def test_metadata_that_cannot_be_pickled_does_not_fail_a_committed_save(caplog, tmp_path):
-    class Odd(Writer):
+    class Odd(OwnWriter):
         def finish(self, metadata: Metadata, results: Any) -> None:
             super().finish(metadata, results)
             metadata.storage_data = threading.Lock()
@@ -216,7 +213,7 @@ def test_metadata_that_cannot_be_pickled_does_not_fail_a_committed_save(caplog, 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_what_a_subclass_of_the_file_writer_saved_loads_in_stock_dcp(world_size, tmp_path):
-    ends = save_all(world_size, lambda rank: Writer(tmp_path))
+    ends = save_all(world_size, lambda rank: OwnWriter(tmp_path))
     assert all(end.error is None for end in ends)
     own = {f"own-{rank}": torch.zeros(2) for rank in range(world_size)}
     target = {**state(7.0), **own}
@@ -228,7 +225,7 @@ def test_what_a_subclass_of_the_file_writer_saved_loads_in_stock_dcp(world_size,
 
 
 def test_without_collectives_every_rank_writes_its_own_metadata_and_reads_it(tmp_path):
-    ends = save_all(2, lambda rank: Writer(tmp_path), use_collectives=False)
+    ends = save_all(2, lambda rank: OwnWriter(tmp_path), use_collectives=False)
     assert all(end.error is None for end in ends)
     names = sorted(path.name for path in tmp_path.glob("*.metadata"))
     assert names == ["__0.metadata", "__1.metadata"]
@@ -259,7 +256,9 @@ def failing(thing: Any, where: str, error: BaseException) -> Any:
 def save_failing(world_size: int, path: Path, where: str, errors: dict[int, BaseException]) -> Any:
     return save_all(
         world_size,
-        lambda rank: failing(Writer(path), where, errors[rank]) if rank in errors else Writer(path),
+        lambda rank: (
+            failing(OwnWriter(path), where, errors[rank]) if rank in errors else OwnWriter(path)
+        ),
     )
 
 
@@ -357,8 +356,8 @@ def test_a_future_that_fails_fails_every_rank_and_names_its_own(make, kind, told
 def check_failed_future(make, kind, told, tmp_path):
     """Checks that every rank fails as one rank's future does, and names that rank."""
 
-    def writer(rank: int) -> Writer:
-        return FuturedWriter(tmp_path, make) if rank == 1 else Writer(tmp_path)
+    def writer(rank: int) -> OwnWriter:
+        return FuturedWriter(tmp_path, make) if rank == 1 else OwnWriter(tmp_path)
 
     for end in save_all(2, writer, timeout_s=0.2):
         assert isinstance(end.error, kind)
@@ -369,7 +368,7 @@ def check_failed_future(make, kind, told, tmp_path):
 def save_dying(rank: int, tag: str, path: Path) -> list[Any]:
     """Returns how the others end when a rank dies at a request."""
     ends = run(
-        [foreign_save(group(r, 3), state(), Writer(path)) for r in range(3)],
+        [foreign_save(group(r, 3), state(), OwnWriter(path)) for r in range(3)],
         dies=lambda request: request.rank == rank and request.tag == tag,
     )
     return [end for r, end in enumerate(ends) if r != rank]
@@ -400,7 +399,7 @@ def test_the_coordinator_rank_knows_of_its_commit_even_if_another_rank_is_gone(t
 
 @pytest.fixture
 def saved(tmp_path):
-    save_one(Writer(tmp_path))
+    save_one(OwnWriter(tmp_path))
     return tmp_path
 
 
@@ -453,11 +452,11 @@ def test_a_planner_without_storage_meta_is_called_as_before_with_a_warning(tmp_p
             super().set_up_planner(state_dict, None, is_coordinator)
 
     with pytest.warns(UserWarning, match="Old.set_up_planner has no storage_meta"):
-        save_one(Writer(tmp_path), Old())
+        save_one(OwnWriter(tmp_path), Old())
 
 
 def test_a_global_plan_of_the_wrong_length_is_refused(tmp_path):
-    class Short(Writer):
+    class Short(OwnWriter):
         def prepare_global_plan(self, plans: Any) -> Any:
             return plans[:1]
 
@@ -471,7 +470,7 @@ def test_a_global_plan_of_the_wrong_length_is_refused(tmp_path):
 def test_stateful_values_are_asked_in_the_order_of_their_keys(tmp_path):
     asked: list[str] = []
     values = {name: Counter(0, name, asked) for name in "cab"}
-    save_one(Writer(tmp_path), state_dict=values)
+    save_one(OwnWriter(tmp_path), state_dict=values)
     asked.clear()
     load_one(values, dcp.FileSystemReader(tmp_path))
     assert asked == ["a", "b", "c", "a", "b", "c"]
@@ -479,6 +478,6 @@ def test_stateful_values_are_asked_in_the_order_of_their_keys(tmp_path):
 
 @pytest.mark.parametrize("wrong", [[1], torch.nn.Linear(1, 1), None])
 def test_what_is_no_state_dict_is_named(wrong, tmp_path):
-    save_one(Writer(tmp_path))
+    save_one(OwnWriter(tmp_path))
     with pytest.raises(CheckpointError, match=type(wrong).__name__):
         load_one(wrong, dcp.FileSystemReader(tmp_path))

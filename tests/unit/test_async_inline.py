@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import ray_dcp
 from ray_dcp import SaveOptions, errors
@@ -226,6 +226,18 @@ def test_a_writer_of_another_kind_stages_and_writes_as_in_dcp(tmp_path):
     found = {"w": torch.zeros(3, 4)}
     ray_dcp.load(found, checkpoint_id=tmp_path / "c")
     assert torch.equal(found["w"], state_of(4)["w"])
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_dcps_writer_is_taken_at_its_word(kind, tmp_path):
+    handle = ray_dcp.async_save(
+        state_of(5),
+        storage_writer=stock.FileSystemWriter(tmp_path / "c"),
+        async_checkpointer_type=kind,
+    )
+    handle.result(180)
+    assert handle.report().path == "native"
+    assert_is(loaded(tmp_path / "c"), 5)
 
 
 def test_something_that_is_no_stager_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import ray_dcp
 from ray_dcp import errors
-from tests.support.own_planners import OwnLoad, OwnSave
+from tests.support.own_planners import OwnLoad, OwnSave, OwnWriter
 
 from .adapter_support import load_on_ranks, save_on_ranks
 
@@ -194,12 +194,9 @@ def test_planners_and_storages_that_would_take_a_part_for_the_whole_are_not_give
     state = {"w": holding([rows(0, 2), rows(2, 4)])}
     before = state["w"].clone()
 
-    class Writer(stock.FileSystemWriter):
-        """A storage of somebody else's."""
-
     for act in (
         lambda: ray_dcp.save(state, checkpoint_id=tmp_path / "a", planner=OwnSave()),
-        lambda: ray_dcp.save(state, storage_writer=Writer(tmp_path / "b"), no_dist=True),
+        lambda: ray_dcp.save(state, storage_writer=OwnWriter(tmp_path / "b"), no_dist=True),
         lambda: ray_dcp.load(state, checkpoint_id=tmp_path / "c", planner=OwnLoad()),
     ):
         with pytest.raises(errors.UnsupportedValueError, match=r"'w' is a part.*2\.14"):

@@ -71,9 +71,7 @@ def test_each_command_prints_what_the_schema_says(tmp_path: Path):
         (["show", "nothing"], "CheckpointNotFoundError"),
         (["ls"], "MissingParameter"),
         (["ls", ".", "--nope"], "NoSuchOption"),
-        (["nope"], "UsageError NoSuchCommand"),
         (["show", ".", "--depth", "0"], "BadParameter"),
-        (["reshard", "nothing", "--to", "x"], "CheckpointNotFoundError"),
     ],
 )
 def test_errors_are_json_too(words: list[str], kind: str, tmp_path: Path):

@@ -274,6 +274,16 @@ def test_a_second_delete_is_fine_and_finishes_the_first(place):
     assert names(place) == {record_key(2)}
 
 
+def test_another_checkpoint_than_the_expected_one_is_not_deleted(place):
+    first = saved(place.url).attempt
+    standing = saved(place.url, TWO).attempt
+    for expected in (first, ""):
+        with pytest.raises(errors.CheckpointExistsError, match=f"the save {standing} stands"):
+            delete(place.url, expected=expected)
+    load_and_check(TWO, 1, place.url)
+    assert delete(place.url, expected=standing).checkpoint == standing
+
+
 def test_to_delete_nothing_is_an_error(place):
     with pytest.raises(errors.CheckpointNotFoundError, match="there is nothing"):
         delete(place.url)

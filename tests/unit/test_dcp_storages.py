@@ -34,6 +34,7 @@ from ray_dcp.torch_adapter.dispatch import (
     decide_load,
     decide_save,
 )
+from tests.support.own_planners import OwnLoad, OwnReader, OwnSave, OwnWriter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -251,22 +252,6 @@ def test_of_two_files_that_hold_one_tensor_the_index_decides_or_nobody(
         assert ray_dcp.verify(tmp_path).ok
 
 
-class WriterSubclass(dcp.FileSystemWriter):
-    pass
-
-
-class ReaderSubclass(dcp.FileSystemReader):
-    pass
-
-
-class SavePlannerSubclass(dcp.DefaultSavePlanner):
-    pass
-
-
-class LoadPlannerSubclass(dcp.DefaultLoadPlanner):
-    pass
-
-
 def test_torchs_own_storage_is_native_at_its_path(tmp_path):
     writer = dcp.FileSystemWriter(tmp_path)
     assert decide_save(None, writer).target == Target(str(tmp_path))
@@ -370,16 +355,16 @@ ROUTES = [
     (lambda p: decide_load(checkpoint_id=p), NATIVE, "local path"),
     (lambda p: decide_save(checkpoint_id="memory://x"), NATIVE, "memory:// URL"),
     (lambda p: decide_save(checkpoint_id="step-1"), NATIVE, "local path"),
-    (lambda p: decide_save(SavePlannerSubclass(), None, p), HOOKS, "SavePlannerSubclass"),
-    (lambda p: decide_load(LoadPlannerSubclass(), None, p), HOOKS, "LoadPlannerSubclass"),
+    (lambda p: decide_save(OwnSave(), None, p), HOOKS, "OwnSave"),
+    (lambda p: decide_load(OwnLoad(), None, p), HOOKS, "OwnLoad"),
     (lambda p: decide_load(_EmptyStateDictLoadPlanner(), None, p), HOOKS, "_EmptyStateDict"),
     (
         lambda p: decide_save(patched(dcp.DefaultSavePlanner(), resolve_data=len), None, p),
         HOOKS,
         "resolve_data",
     ),
-    (lambda p: decide_save(SavePlannerSubclass(), WriterSubclass(p)), FOREIGN, "WriterSubclass"),
-    (lambda p: decide_load(LoadPlannerSubclass(), ReaderSubclass(p)), FOREIGN, "ReaderSubclass"),
+    (lambda p: decide_save(OwnSave(), OwnWriter(p)), FOREIGN, "OwnWriter"),
+    (lambda p: decide_load(OwnLoad(), OwnReader(p)), FOREIGN, "OwnReader"),
     (lambda p: decide_save(None, dcp.HuggingFaceStorageWriter(str(p))), FOREIGN, ""),
     (lambda p: decide_save(None, patched(W(p), finish=max)), FOREIGN, "finish"),
     (lambda p: decide_save(None, patched(W(p), fs=OtherFileSystem())), FOREIGN, "OtherFileSystem"),
@@ -442,8 +427,8 @@ def test_a_wrong_type_is_named(call, message, tmp_path):
 
 
 def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
-    with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
-        decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
+    with pytest.raises(InvalidRequestError, match="OwnWriter does its own work"):
+        decide_save(None, OwnWriter(tmp_path), fsspec.filesystem("memory"))
 
 
 def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):

@@ -58,6 +58,14 @@ def test_the_older_functions_work_and_do_not_ask_stateful_values(tmp_path: Path)
     assert sorted(report.loaded) == ["step", "w"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_use_collectives_false_is_a_checkpoint_like_any_other(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c", use_collectives=False)
+    found = state(0)
+    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert found["step"] == 1
+
+
 def test_the_outcome_of_a_save_is_told_by_its_attempt(tmp_path: Path):
     metadata = ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     assert ray_dcp.outcome(tmp_path / "c", metadata.attempt) == "committed"

@@ -11,12 +11,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 
-import pytest
-
 import ray_dcp
 from ray_dcp.core.processes import ProcessLock
-from ray_dcp.runtime.inline import session_alone
-from ray_dcp.stage.staged_memory import PrivateMemory
 from tests.support.programs.forks import Programs
 
 HANDLED = {
@@ -104,10 +100,7 @@ root = sys.argv[1]
 """
 
 WORKERS = """
-if sys.argv[2] == "saved":
-    ray_dcp.async_save(state(0), checkpoint_id=f"{root}/parent").result()
-else:
-    ray_dcp.warm_up(state(0)).result()
+ray_dcp.async_save(state(0), checkpoint_id=f"{root}/parent").result()
 
 def saves(worker):
     for turn in range(3):
@@ -118,9 +111,8 @@ print(ended(*[child(lambda: saves(worker)) for worker in range(1, 4)]))
 """
 
 
-@pytest.mark.parametrize("before", ["saved", "warmed up"])
-def test_workers_that_are_forked_save_their_own_values(programs, tmp_path, before):
-    assert run(programs, WORKERS, tmp_path, before) == "[0, 0, 0]"
+def test_workers_that_are_forked_save_their_own_values(programs, tmp_path):
+    assert run(programs, WORKERS, tmp_path) == "[0, 0, 0]"
     for worker in range(1, 4):
         for turn in range(3):
             path = tmp_path / f"{worker}-{turn}"
@@ -315,19 +307,6 @@ print(ended(child(is_refused)))
 
 def test_a_child_has_no_bucket_of_its_parent_and_is_told_so(programs, tmp_path):
     assert run(programs, BUCKETS, tmp_path).splitlines() == ["[0]", "[0]"]
-
-
-def test_idle_memory_is_private_and_begun_anew():
-    memory = PrivateMemory()
-    lease = memory.lease(1 << 20)
-    lease.release()
-    assert memory.idle_bytes
-    memory.begin_anew()
-    assert memory.idle_bytes == 0
-
-
-def test_a_process_has_one_session():
-    assert session_alone() is session_alone()
 
 
 IN_A_SAVE = """

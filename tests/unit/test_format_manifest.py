@@ -48,9 +48,7 @@ def fields_of(record):
     [
         MANIFEST,
         dataclasses.replace(MANIFEST, metadata=None, replaced_metadata=None, files=()),
-        dataclasses.replace(MANIFEST, decided=(mf.Verdict("a0", False),)),
         DELETE,
-        dataclasses.replace(DELETE, replaced_metadata=None, decided=()),
         ABORT,
         dataclasses.replace(ABORT, rank=None, reason=""),
     ],
@@ -62,19 +60,16 @@ def test_a_record_is_read_back_equal_and_written_again_the_same(record):
     assert json.loads(data)["record"]["attempt"] == record.attempt
 
 
-def test_another_format_of_the_data_files_says_to_upgrade_and_is_not_called_damaged():
-    data = signed({**fields_of(MANIFEST), "container": "zarr"})
-    with pytest.raises(errors.CheckpointError, match=r"found 'zarr'.*upgrade ray_dcp") as caught:
-        mf.decode_record(data)
-    assert not isinstance(caught.value, errors.DamagedCheckpointError)
-
-
-@pytest.mark.parametrize("version", [2, mf.FORMAT_VERSION + 1, 1 << 40])
-def test_another_version_says_to_upgrade_and_is_not_called_damaged(version):
-    data = signed({**fields_of(ABORT), "format_version": version, "more": 1})
-    told = f"version {mf.FORMAT_VERSION}, found version {version}: .*upgrade ray_dcp"
-    with pytest.raises(errors.CheckpointError, match=told) as caught:
-        mf.decode_record(data)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"container": "zarr"}, "found 'zarr'"),
+        ({"format_version": 2, "more": 1}, "found version 2"),
+    ],
+)
+def test_another_format_says_to_upgrade_and_is_not_called_damaged(change, told):
+    with pytest.raises(errors.CheckpointError, match=f"{told}.*upgrade ray_dcp") as caught:
+        mf.decode_record(signed({**fields_of(MANIFEST), **change}))
     assert not isinstance(caught.value, errors.DamagedCheckpointError)
 
 
@@ -87,6 +82,11 @@ def test_another_version_says_to_upgrade_and_is_not_called_damaged(version):
         {"format_version": 0}, {"format_version": "1"}, {"more": 1}, {"num_tensors": None},
         {"table": {"key": "t", "num_bytes": 1}}, {"replaced_metadata": 5},
         {"metadata": None}, {"replaced_metadata": None},
+        *({"decided": decided} for decided in (
+            5, ["a"], [{"attempt": "a"}], [{"attempt": "a", "committed": 1}],
+            [{"attempt": "../a", "committed": True}],
+            [{"attempt": "a", "committed": True}, {"attempt": "a", "committed": False}],
+        )),
         *({"files": {"keys": keys, "num_bytes": [1, 1], "digests": "00" * 32}}
           for keys in ("x\nx", "x1\nx{1..1}", "x{01..01}\nx01")),
     ],
@@ -149,41 +149,20 @@ def delete(attempt, *decided):
     ("records", "slot"),
     [
         ({}, None),
-        ({1: abort("a")}, None),
-        ({1: commit("a")}, 1),
-        ({1: commit("a"), 2: commit("b")}, 2),
-        ({2: commit("b"), 1: commit("a")}, 2),
         ({1: abort("a"), 2: commit("a")}, None),
         ({1: commit("a"), 2: abort("a")}, 1),
         ({1: commit("a"), 2: abort("b"), 3: commit("b")}, 1),
         ({1: commit("a"), 2: commit("b"), 3: commit("a")}, 2),
-        ({4: commit("a"), 9: abort("c")}, 4),
         ({1: commit("a"), 2: delete("d")}, 2),
-        ({1: delete("d")}, 1),
         ({1: delete("d"), 2: commit("b")}, 2),
         ({1: commit("a"), 2: abort("d"), 3: delete("d")}, 1),
         # What a record says of an earlier attempt counts as naming it.
         ({3: delete("d", "a"), 4: commit("a")}, 3),
-        ({3: delete("d", "a"), 4: commit("b")}, 4),
         ({2: abort("d"), 3: delete("d", "a"), 4: commit("a")}, 4),
     ],
 )
 def test_the_first_record_that_names_an_attempt_decides_and_a_delete_as_a_commit(records, slot):
     assert mf.deciding(records) == (None if slot is None else (slot, records[slot]))
-
-
-@pytest.mark.parametrize(
-    "decided",
-    [
-        5, {}, ["a"], [{}], [{"attempt": "a"}], [{"attempt": "a", "committed": 1}],
-        [{"attempt": "../a", "committed": True}], [{"attempt": "a", "committed": True, "x": 1}],
-        [{"attempt": "a", "committed": True}, {"attempt": "a", "committed": False}],
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("record", [MANIFEST, DELETE])
-def test_what_a_record_says_of_other_attempts_is_checked(record, decided):
-    with pytest.raises(errors.DamagedCheckpointError):
-        mf.decode_record(signed({**fields_of(record), "decided": decided}))
 
 
 def with_files(**changes):
@@ -206,12 +185,9 @@ def test_files_are_columns_and_names_that_count_are_one_line():
 @pytest.mark.parametrize(
     ("keys", "lines"),
     [
-        ((), ""),
-        (("a",), "a"),
         (("a", "b"), "a\nb"),
         (("a1", "a2", "a4"), "a{1..2}\na4"),
         (("a08", "a09", "a10"), "a{08..10}"),
-        (("a8", "a9", "a10"), "a{8..10}"),
         (("a8", "a9", "a010"), "a{8..9}\na010"),
         (("1_0", "1_1", "2_0", "2_1"), "1_{0..1}\n2_{0..1}"),
         (("x9" * 200 + "1", "x9" * 200 + "2"), "x9" * 200 + "1\n" + "x9" * 200 + "2"),
@@ -228,29 +204,17 @@ def test_names_are_read_back_as_they_were(keys, lines):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_bytes": [0] * 999},
-        {"num_bytes": [*range(999), -1]},
         {"num_bytes": [*range(999), 1 << 63]},
         {"num_bytes": [*range(999), True]},
-        {"num_bytes": [*range(999), 1.0]},
-        {"num_bytes": []},
-        {"num_bytes": 7},
-        {"digests": "0f" * 16 * 999},
         {"digests": "0F" * 16 * 1000},
         {"keys": "\n".join(["same"] * 1000)},
         {"keys": "\n".join([*map(str, range(999)), "../x"])},
         {"keys": "../{0..999}"},
-        {"keys": "{0..999}/../../x"},
         {"keys": "x{0..1000}"},
         {"keys": "x{0..998}"},
         {"keys": "x{0..99999999999999}"},
         {"keys": "x{999..0}"},
-        {"keys": "x{0..999}{0..0}"},
-        {"keys": "x{0..999"},
-        {"keys": "x{-1..998}"},
         {"keys": "y" * 400 + "{0..999}"},
-        {"keys": ""},
-        {"keys": 5},
         {"more": 1},
     ],
 )

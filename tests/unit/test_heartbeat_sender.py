@@ -9,12 +9,11 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
-from ray_dcp.errors import DeadlineError, InternalError, LimitError, StorageError
+from ray_dcp.errors import DeadlineError, LimitError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private, ray_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.ray_session import RayHeartbeatSender
@@ -120,11 +119,6 @@ def test_only_a_staged_save_whose_plan_is_kept_waits_for_the_next_incarnation(co
     sender.remove(progress)
 
 
-def test_one_that_answers_is_not_found_frozen(coordinator, sender, progress):
-    assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
-    assert coordinator.killed == []
-
-
 def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(coordinator, sender):
     coordinator.num_lost = 1
     progress = RankProgress()
@@ -162,7 +156,7 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sen
     left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(sender.leave, left, 60.0)
-        assert eventually(lambda: len(coordinator.beats) > 1, 30)
+        assert eventually(lambda: len(coordinator.beats) > 1)
         assert not said.done()
         coordinator.answers = {}
         said.result(60)
@@ -222,17 +216,4 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     coordinator.answers = {"failed": {key: Refused(full)}}
     assert eventually(lambda: progress.stop.asked)
     assert progress.stop.error is full
-    sender.remove(progress)
-
-
-def test_a_coordinator_that_fails_at_a_heartbeat_is_in_the_log(
-    coordinator, monkeypatch, caplog, sender
-):
-    def fail(_):
-        raise RayTaskError("beat", "no traceback", InternalError("Please report this"))
-
-    monkeypatch.setattr(ray_calls, "get", fail)
-    progress = RankProgress()
-    sender.add(progress, TIMEOUT_S)
-    assert eventually(lambda: "Please report this" in caplog.text)
     sender.remove(progress)

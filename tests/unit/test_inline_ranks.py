@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from ray_dcp.commit_protocol.commands import (
-    CreateAbort,
     CreateRecord,
     Failed,
-    Published,
-    PublishMetadata,
-    ReadRecord,
-    RecordCreated,
-    SlotFree,
-    SlotTaken,
 )
 from ray_dcp.commit_protocol.messages import OpKey, SaveReceipt, Target
 from ray_dcp.core.checksums import digest_bytes
@@ -27,12 +20,11 @@ from ray_dcp.errors import (
     CommitUnknownError,
     DamagedCheckpointError,
     DeadlineError,
-    InternalError,
     MissingKeyError,
     ParticipantError,
     StorageError,
 )
-from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, record_key
+from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
@@ -41,7 +33,7 @@ from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
-from tests.support.storages import ChangeScript, FaultyStorage
+from tests.support.storages import ChangeScript
 from tests.support.world import (
     load_and_check,
     load_rank,
@@ -64,15 +56,6 @@ def url(request):
 
 def keys(url):
     return [entry.key for entry in MemoryStorage(url.removeprefix("memory://")).list()]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5, 8])
-def test_a_checkpoint_of_any_world_size_loads_on_any_other(url, world_size):
-    state = state_of(world_size)
-    outcomes = save(state, world_size, url)
-    assert len({outcome.attempt for outcome in outcomes}) == 1
-    for other in (1, 3, 8):
-        load_and_check(state, other, url)
 
 
 # Errors
@@ -254,38 +237,6 @@ def abort(attempt):
     return encode_record(AbortRecord(attempt=attempt, reason="test", rank=None))
 
 
-def test_metadata_of_a_later_commit_is_never_overwritten_by_a_save_that_lay_still(storage):
-    save(state_of(1), 1, storage.url)
-    save(state_of(2), 1, storage.url)
-    later = storage.read(".metadata")
-    late = perform(PublishMetadata(Target(storage.url), 1, b"old"))
-    assert late == Published(superseded=True)
-    assert storage.read(".metadata") == later
-    assert perform(PublishMetadata(Target(storage.url), 2, later)) == Published()
-
-
-def test_a_record_is_created_once_and_read_back_after(storage):
-    target = Target(storage.url)
-    assert perform(ReadRecord(target, 1)) == SlotFree(1)
-    assert perform(CreateAbort(target, 1, "a1", "why", 3)) == RecordCreated(1)
-    taken = SlotTaken(1, "a1", True, storage.read("manifest-00000001.json"))
-    assert perform(CreateRecord(target, 1, abort("a2"))) == taken
-    assert perform(CreateAbort(target, 1, "a3", "why", None)) == taken
-    assert decode_record(taken.record) == AbortRecord(attempt="a1", reason="why", rank=3)
-
-
-def test_only_the_records_that_can_decide_are_read(storage):
-    records = [save(state_of(step), 1, storage.url)[0].manifest for step in range(6)]
-    for slot, record in enumerate(records, 1):
-        storage.write(record_key(slot), record)
-    perform(CreateAbort(Target(storage.url), 7, "x", "why", None))
-    counting = FaultyStorage(storage)
-    found = standing_records(counting)
-    assert (found.last_slot, found.slot) == (7, 6)
-    read = [call.key for call in counting.calls if call.operation == "read"]
-    assert read == ["manifest-00000007.json", "manifest-00000006.json"]
-
-
 def test_an_abort_below_a_manifest_of_the_same_attempt_decides(storage):
     (first,) = save(state_of(1), 1, storage.url)
     (second,) = save(state_of(2), 1, storage.url)
@@ -319,13 +270,6 @@ def test_a_slot_whose_record_is_damaged_is_an_error_and_no_free_slot(storage):
 
 
 # Saves of numpy-backed ranks beside stock DCP: it reads ours, and ours replace its own
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_stock_dcp_reads_what_any_number_of_ranks_saved(tmp_path, world_size):
-    state = state_of(world_size)
-    save(state, world_size, str(tmp_path))
-    check_stock(tmp_path, state)
 
 
 def test_a_stock_checkpoint_is_replaced_with_its_files(tmp_path):
@@ -371,9 +315,3 @@ def test_at_every_fault_over_a_stock_checkpoint_one_of_the_two_loads_whole(tmp_p
         if not script.hit:
             break
     assert change >= 6
-
-
-def test_a_session_of_one_process_waits_for_nobody_else(url):
-    (rank, _) = save_ranks(state_of(), 2, url)
-    with pytest.raises(InternalError, match="world size 1"):
-        drive(rank, InlineSession().call)

@@ -260,10 +260,6 @@ def test_only_one_module_makes_those_calls_of_ray_that_would_start_one():
     assert {place.split(":")[0] for place in found} == {"runtime.ray_calls"}, found
 
 
-def test_every_module_says_what_it_is():
-    assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
-
-
 def test_no_module_of_ours_takes_the_name_of_a_dcp_submodule():
     spec = importlib.util.find_spec("torch")  # Finds it without importing it.
     assert spec is not None
@@ -311,26 +307,13 @@ def loaded_by(program: str, *arguments: str) -> set[str]:
     return set(json.loads(finished.stdout.splitlines()[-1]))
 
 
-def test_this_file_would_notice_a_loaded_torch():
-    assert loaded_by("import torch") == {"torch"}
-
-
 def test_importing_the_package_loads_neither_ray_nor_torch():
     assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
 
 
-def test_a_process_that_is_alone_looks_for_its_session_without_ray():
-    program = (
-        "from ray_dcp.runtime.discovery import current_session\n"
-        "assert current_session() is None\n"
-        "import ray_dcp.saving, ray_dcp.asynchronous, ray_dcp.loading\n"
-    )
-    assert loaded_by(program) == {"torch"}
-
-
 def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):
     program = (
-        "import sys, torch, ray_dcp\n"
+        "import sys, torch, ray_dcp, ray_dcp.asynchronous, ray_dcp.loading\n"
         "with ray_dcp.CheckpointManager(sys.argv[1], 1) as manager:\n"
         "    manager.save(1, {'w': torch.ones(1)})\n"
     )

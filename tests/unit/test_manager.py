@@ -27,7 +27,6 @@ from ray_dcp.manager import (
     collective_actions,
     preemption,
 )
-from ray_dcp.manager.preemption import Preemption
 from ray_dcp.options import LoadOptions, SaveOptions
 from tests.support.checkpoints import data_file, flip
 
@@ -163,18 +162,12 @@ def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_sav
 @pytest.mark.parametrize(
     "telling",
     [
-        {"metadata": {"a": (1, 2)}},
-        {"metadata": {1: 2}},
-        {"metadata": {"a": torch.ones(1)}},
-        {"metadata": [1]},
-        {"tags": ["no/slash"]},
-        {"tags": [""]},
-        {"tags": [3]},
-        {"metrics": {"loss": "low"}},
-        {"metrics": {}},
+        {"metadata": {"a": (1, 2)}}, {"metadata": {1: 2}}, {"metadata": {"a": torch.ones(1)}},
+        {"metadata": [1]}, {"tags": ["no/slash"]}, {"tags": [""]}, {"tags": [3]},
+        {"metrics": {"loss": "low"}}, {"metrics": {}},
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_what_can_not_be_told_about_a_step_is_refused_before_anything_is_written(manage, telling):
     manager = manage(retention=BestN(1, "loss"))
     with pytest.raises(errors.InvalidRequestError):
@@ -248,7 +241,8 @@ def test_the_best_the_rounded_and_the_tagged_steps_are_kept(manage):
         manager.save(step, state(step), metrics={"loss": loss}, tags=tags)
     manager.join()
     assert manager.all_steps() == [0, 1, 2, 5, 7]
-    assert manager.best_step() == 1
+    assert (manager.best_step(), manager.best_step("loss", "max")) == (1, 5)
+    assert manager.best_step("else") is None
     assert restored(manager, "best") == 1
     manager.tag(2, "pinned", remove=True)
     manager.tag(5, "release")
@@ -433,33 +427,24 @@ def test_sigterm_makes_one_step_due_and_the_process_goes_on(manage):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.fixture
-def listener(monkeypatch):
-    """A listener, what the handler before it was told, and a clock to set."""
-    told, now = [], [100.0]
-    monkeypatch.setattr(preemption, "_clock", lambda: now[0])
-    before = signal.signal(signal.SIGTERM, lambda *_: told.append("before"))
-    listener = Preemption()
-    try:
-        listener.listen()
-        yield listener, told, now
-    finally:
-        listener.stop()
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.mark.parametrize("is_told_by_another_rank", [False, True])
 def test_a_later_sigterm_does_what_it_would_have_done_without_a_manager(
-    listener, is_told_by_another_rank
+    manage, monkeypatch, is_told_by_another_rank
 ):
     """One right after the first is the same notice: torchrun passes its own on to the ranks."""
-    heard, told, now = listener
-    if is_told_by_another_rank:
-        heard.tell()
-    for later_s, expected in ((0, []), (preemption.SAME_NOTICE_S - 1, []), (1, ["before"])):
-        now[0] += later_s
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (heard.is_told, told) == (True, expected)
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append("before"))
+    try:
+        manager = manage(10, chkpt_on_preemption=True)
+        if is_told_by_another_rank:
+            manager.notice_preemption()
+        for same_s, expected in ((1e6, []), (1e6, []), (0.0, ["before"])):
+            monkeypatch.setattr(preemption, "SAME_NOTICE_S", same_s)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (manager.should_save(3), told) == (True, expected)
+        manager.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_process_that_was_forked_ends_by_sigterm_as_it_did_before(manage):
@@ -504,17 +489,6 @@ def test_options_of_the_call_go_before_those_of_the_item(manage):
     assert manager.restore(10, wanted).report.missing == ("other",)
     with pytest.raises(errors.MissingKeyError):
         manager.restore(10, wanted, options=LoadOptions())
-
-
-def test_the_best_step_is_chosen_by_a_metric(manage):
-    manager = manage(1)
-    for step, (loss, score) in enumerate(((3, 1), (1, 2), (2, 3))):
-        manager.save(step, state(step), metrics={"loss": loss, "score": score})
-    assert manager.best_step("loss") == 1
-    assert manager.best_step("score", "max") == 2
-    assert manager.best_step("else") is None
-    with pytest.raises(errors.InvalidRequestError, match="have the metrics loss, score"):
-        manager.best_step()
 
 
 @pytest.mark.parametrize("named", [False, True])

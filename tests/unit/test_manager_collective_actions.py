@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from ray_dcp.commit_protocol.messages import Exchange
-from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.errors import ParticipantError, StorageError
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.storage import os_failure
 from tests.support.threads import DeadRankError, run_as_ranks
@@ -67,20 +65,6 @@ def test_a_step_that_is_told_as_failed_never_appears(tmp_path):
     assert b'"kind":"abort"' in record.read_bytes()
 
 
-def test_an_attempt_that_was_ended_before_its_save_began_is_not_committed(tmp_path, monkeypatch):
-    from ray_dcp.commit_protocol.messages import Target
-    from ray_dcp.saving import run_save
-    from ray_dcp.torch_adapter.dispatch import decide_save
-
-    target, attempt = Target(str(tmp_path)), "0123456789abcdef"
-    settle(target, attempt, reason="nobody waits for it", rank=1)
-    session = InlineSession("late", new_attempt=lambda: attempt)
-    with pytest.raises(SaveCancelledError, match="before this save was planned"):
-        run_save(
-            decide_save(None, None, target), session, {"w": torch.ones(2)}, SaveOptions(), target
-        )
-
-
 @pytest.fixture
 def hangs():
     """What waits until the end of the test."""
@@ -97,8 +81,7 @@ def test_a_decision_that_waits_for_the_storage_for_ever_ends_in_time_on_all_rank
 
     def work(_):
         agree(
-            session_for(None, False), "what to do", None, lambda _: hangs(),
-            timeout_s=0.2, heartbeat_s=60.0,
+            session_for(None, False), "what to do", lambda _: hangs(), SaveOptions(), timeout_s=0.2,
         )  # fmt: skip
 
     for error in run_as_ranks(work, world_size):

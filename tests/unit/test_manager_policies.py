@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,14 +28,19 @@ from ray_dcp.manager import (
     KeepEveryHours,
     KeepEverySteps,
     LatestN,
-    OnPreemption,
     SaveFacts,
     StepFacts,
+    root_writer,
 )
 from ray_dcp.manager.leases import this_process
-from ray_dcp.manager.retention import best_of, check_metrics, check_retention, superfluous
+from ray_dcp.manager.policies import (
+    best_of,
+    check_metrics,
+    check_retention,
+    check_save_policy,
+    superfluous,
+)
 from ray_dcp.manager.root_writer import Writer
-from ray_dcp.manager.save_policy import check_save_policy
 from ray_dcp.manager.settings import Settings
 from ray_dcp.store.opening import open_storage
 from tests.support.manager_places import root_of
@@ -46,25 +52,6 @@ def due(policy, steps=range(30), **facts):
 
 def run_of(*values, metric="loss"):
     return [StepFacts(step=i, metrics={metric: v}) for i, v in enumerate(values)]
-
-
-def test_intervals_and_named_steps_combine():
-    assert due(EverySteps(10)) == [0, 10, 20]
-    assert due(EverySteps(10) | AtSteps(1, 2)) == [0, 1, 2, 10, 20]
-    assert due(EverySteps(10) & ~AtSteps(0, 20)) == [10]
-    assert due(~EverySteps(2) & AtSteps(3, 4, 5)) == [3, 5]
-
-
-def test_minutes_and_preemption_look_at_facts_and_not_at_a_clock():
-    policy = EveryMinutes(5) | OnPreemption()
-    assert due(policy, [7], since_save_s=299.9) == []
-    assert due(policy, [7], since_save_s=300.0) == [7]
-    assert due(policy, [7], preempted=True) == [7]
-
-
-def test_the_mean_time_between_failures_is_learned_beside_a_prior():
-    facts = [SaveFacts(step=1), SaveFacts(step=1, failures=3, ran_s=2 * 3600.0)]
-    assert [EveryOptimal().mtbf_s(one) for one in facts] == [6 * 3600.0, 2 * 3600.0]
 
 
 def test_the_optimal_interval_has_bounds_and_says_what_is_lost():
@@ -79,21 +66,18 @@ def test_the_optimal_interval_has_bounds_and_says_what_is_lost():
     assert EveryOptimal(4).describe(SaveFacts(step=1)) == "no save was measured yet"
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def test_a_writer_measures_saves_and_counts_writers_that_ended_without_closing(tmp_path: Path):
-    clock = Clock()
+def test_a_writer_measures_saves_and_counts_writers_that_ended_without_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = SimpleNamespace(now_s=0.0)
+    now = SimpleNamespace(monotonic=lambda: clock.now_s, time=lambda: clock.now_s)
+    monkeypatch.setattr(root_writer, "time", now)
 
     def writer(started: str) -> Writer:
         root = root_of(open_storage(Target(str(tmp_path))))
         settings = Settings(policy=EveryOptimal(4))
         holder = replace(this_process(), started=started)  # a process that is gone
-        return Writer(root, settings, clock=clock, now=clock, threaded=False, holder=holder)
+        return Writer(root, settings, holder=holder)
 
     def train(writer: Writer, steps: Sequence[int]) -> list[int]:
         """Trains steps of 10 s; a save stops them for 3 s, and 2 steps beside it take 1 s more."""
@@ -215,14 +199,11 @@ def test_the_newest_step_is_never_given_up(values, n, mode):
 @pytest.mark.parametrize(
     ("metrics", "match"),
     [
-        ({}, "which is missing"),
-        (None, "which is missing"),
-        ({"loss": math.nan}, "which is NaN"),
-        ({"loss": "low"}, "must be a number"),
-        ({"loss": None}, "must be a number"),
+        ({}, "which is missing"), (None, "which is missing"), ({"loss": math.nan}, "which is NaN"),
+        ({"loss": "low"}, "must be a number"), ({"loss": None}, "must be a number"),
         ({1: 2.0, "loss": 1.0}, "texts as names"),
     ],
-)
+)  # fmt: skip
 def test_metrics_by_which_nothing_can_be_ranked_are_refused(metrics, match):
     with pytest.raises(InvalidRequestError, match=match):
         check_metrics(metrics, LatestN(1) | BestN(1, "loss"))

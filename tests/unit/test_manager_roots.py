@@ -1,20 +1,24 @@
-"""Who may write to a root, who reads from it, and what is known of its steps."""
+"""Who may write to a root, who reads from it, what is known of its steps, and what faults leave."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import re
+import random
+import shutil
 import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import fsspec
+import obstore
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from obstore.store import MemoryStore
-from pyarrow import fs as arrow
 
 import ray_dcp
 from ray_dcp import errors
@@ -27,18 +31,35 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
-from ray_dcp.io.records import RESERVE, Announced, freeing, keep_reserve
-from ray_dcp.manager import CheckpointManager, LatestN
-from ray_dcp.manager import root_writer as removal
+from ray_dcp.io.records import Announced
+from ray_dcp.manager import (
+    BestN,
+    CheckpointManager,
+    Item,
+    KeepEveryHours,
+    KeepEverySteps,
+    LatestN,
+    StepFacts,
+    leases,
+)
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
-from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, this_process
+from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, _started, this_process
+from ray_dcp.manager.policies import superfluous
 from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.storage import KeyMissingError
+from ray_dcp.store.storage import os_failure
 from tests.crash.registry import NEW, NEXT, OLD, Place
-from tests.support.manager_places import HERE, folders_of, root_of, save_step, settings, writer_of
+from tests.support.manager_places import (
+    HERE,
+    folders_of,
+    in_this_thread,
+    root_of,
+    save_step,
+    settings,
+    writer_of,
+)
 from tests.support.storages import Fault, Script, UnconditionalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only if there is none:UserWarning")
@@ -50,15 +71,16 @@ GONE = replace(this_process(), pid=2**22 + 1, started="1")
 
 @pytest.fixture
 def storage(request):
+    """An empty storage in memory, for managers that do everything in this thread."""
     name = "roots-" + "".join(c if c.isalnum() else "-" for c in request.node.name)
     found = MemoryStorage(name)
     found.delete([entry.key for entry in found.list()])
-    return found
+    with in_this_thread():
+        yield found
 
 
 def right(storage, holder=HERE, **given) -> WriterLease:
-    given.setdefault("wait", lambda _: None)
-    return WriterLease(root_of(storage), holder=holder, beats=False, **given)
+    return WriterLease(root_of(storage), holder=holder, **given)
 
 
 def manager_of(path, **given) -> CheckpointManager:
@@ -130,7 +152,7 @@ def test_the_later_manager_of_one_process_writes_and_the_earlier_is_told(tmp_pat
         (GONE, "", "at once"),
     ],
 )
-def test_a_writer_is_succeeded_once_it_has_ended(storage, holder, event, outcome):
+def test_a_writer_is_succeeded_once_it_has_ended(storage, monkeypatch, holder, event, outcome):
     first, waited = right(storage, holder), []
     first.take()
     if event == "gives back":
@@ -141,7 +163,8 @@ def test_a_writer_is_succeeded_once_it_has_ended(storage, holder, event, outcome
         if event == "beats":
             first._beat(1, len(waited))
 
-    second = right(storage, wait=wait, lease_s=30.0)
+    second = right(storage, lease_s=30.0)
+    monkeypatch.setattr(leases.time, "sleep", wait)
     if "lives" in outcome:
         with pytest.raises(errors.CheckpointExistsError, match=outcome):
             second.take()
@@ -170,18 +193,6 @@ def test_of_two_that_come_at_once_one_has_the_right(storage):
         return True
 
     assert [has_it(one) for one in rights].count(True) == 1
-
-
-def test_who_lost_the_right_deletes_nothing_any_more(storage):
-    writer = writer_of(storage, max_to_keep=1)
-    save_step(writer, storage, 1, OLD)
-    save_step(writer, storage, 2, NEW)
-    place = writer.begin(3)
-    Place(writer.root.open(place.name)).save(NEXT, 2)
-    right(storage, replace(HERE, nonce="other")).take()
-    writer.finish(place, True)
-    writer.remover.drain()
-    assert list(look(root_of(storage), settings().names).steps) == [2, 3]
 
 
 def test_a_step_that_is_committed_after_its_writer_was_overtaken_keeps_what_was_told_of_it(storage):
@@ -220,25 +231,6 @@ def test_a_read_only_manager_writes_nothing(tmp_path):
 # --- readers ------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_read_is_not_deleted_before_that_is_over(tmp_path):
-    manager = manager_of(tmp_path, max_to_keep=1)
-    manager.save(1, state(1))
-    reader = CheckpointManager(tmp_path, read_only=True)
-    with reader.reading(1) as checkpoint_id:
-        manager.save(2, state(2))
-        manager.join()
-        assert manager.all_steps() == [1, 2]
-        found = state()
-        ray_dcp.load(found, checkpoint_id=checkpoint_id)
-        assert found["w"][0].item() == 1
-        with pytest.raises(errors.CheckpointError):
-            manager.delete(1)
-    manager.save(3, state(3))
-    manager.join()
-    assert manager.all_steps() == [3]
-    manager.close()
-
-
 def announce(storage, attempt="0123456789abcdef"):
     """Announces a deletion of step 1, as one that is decided now, or was left by a crash."""
     mark = Announced(1, attempt, "step-00000001")
@@ -246,24 +238,12 @@ def announce(storage, attempt="0123456789abcdef"):
     return mark
 
 
-def test_what_a_killed_deletion_left_hides_no_step(tmp_path):
-    manager = manager_of(tmp_path)
-    for step in (1, 2, 3):
-        manager.save(step, state(step))
-    for left in ("3", "3.0123456789abcdef.step-00000003"):
-        mark = Path(tmp_path, FOLDER, "deleting", left)
-        mark.parent.mkdir(exist_ok=True)
-        mark.write_bytes(b"")
-        assert manager.restore("latest", state()).step == 3
-        assert manager.restore(3, state()).step == 3
-    manager.close()
-
-
-def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage):
+def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage, monkeypatch):
     root = root_of(storage)
     now = [0.0]
-    readers = Readers(lease_s=30.0, holder=HERE, clock=lambda: now[0])
-    reader = ReaderLease(root, 7, lease_s=30.0, holder=ELSEWHERE, beats=False)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    readers = Readers(lease_s=30.0, holder=HERE)
+    reader = ReaderLease(root, 7, lease_s=30.0, holder=ELSEWHERE)
     reader.__enter__()
     shared = root.shared
     assert readers.is_live(shared, reader._key)
@@ -274,7 +254,7 @@ def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage)
     assert readers.is_live(shared, reader._key)
     now[0] = 60.0
     assert not readers.is_live(shared, reader._key)
-    dead = ReaderLease(root, 7, lease_s=30.0, holder=GONE, beats=False)
+    dead = ReaderLease(root, 7, lease_s=30.0, holder=GONE)
     dead.__enter__()
     assert not readers.is_live(shared, dead._key)
     assert shared.list("reading/") == []
@@ -329,21 +309,6 @@ def test_a_step_that_is_saved_again_while_its_deletion_is_decided_is_not_deleted
     assert list(look(root_of(storage), settings().names).steps) == [1, 2]
 
 
-def test_a_deletion_that_fails_is_tried_again_and_disturbs_no_save(storage, caplog):
-    fails = Fault(operation="delete", key="step-00000001/*", error=5, times=3)
-    with Script([fails]) as script, caplog.at_level(logging.INFO):
-        wrapped = script.wrap(storage)
-        writer = writer_of(wrapped, max_to_keep=1)
-        save_step(writer, wrapped, 1, OLD)
-        save_step(writer, wrapped, 2, NEW)
-        assert folders_of(storage) == {"step-00000001", "step-00000002", FOLDER}
-        for _ in range(3):
-            writer.remover.wake()
-            writer.remover.drain()
-    assert folders_of(storage) == {"step-00000002", FOLDER}
-    assert "is tried again" in caplog.text
-
-
 def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
     manager = manager_of(tmp_path, max_to_keep=1)
     manager.save(1, state(1), tags=["good"])
@@ -360,43 +325,6 @@ def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
     manager.close()
 
 
-def miss(monkeypatch, method, *names):
-    """Lets the next read of each of these files find none, once, as a storage does now and then."""
-    real, left = getattr(LocalStorage, method), list(names)
-
-    def read(self, key, *where):
-        for one in left:
-            if one in f"{self.url}/{key}":
-                left.remove(one)
-                raise KeyMissingError(f"could not read {key}", key=key)
-        return real(self, key, *where)
-
-    monkeypatch.setattr(LocalStorage, method, read)
-    return left
-
-
-def test_one_read_that_finds_nothing_makes_no_step_damaged(tmp_path, monkeypatch):
-    manager = manager_of(tmp_path, max_to_keep=5)
-    for step in (1, 2):
-        manager.save(step, state(step))
-    left = miss(monkeypatch, "read", "step-00000002/chunks.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert manager.restore("auto", state()).step == 2
-    assert left == []
-    left = miss(monkeypatch, "read", "step-00000002/chunks.")
-    assert ray_dcp.load_newest(state(), tmp_path).step == 2
-    assert left == []
-    # Also where it is missed each time: the step is passed over, and stays.
-    left = miss(monkeypatch, "read", *["step-00000002/chunks."] * 2)
-    with pytest.warns(UserWarning, match="neither counts for retention nor is it deleted"):
-        assert manager.restore("auto", state()).step == 1
-    manager.save(3, state(3))
-    manager.join()
-    assert manager.all_steps() == [1, 2, 3]
-    manager.close()
-
-
 def test_a_deletion_takes_only_what_was_decided_about(storage):
     writer = writer_of(storage)
     attempt = save_step(writer, storage, 1, OLD)
@@ -408,6 +336,26 @@ def test_a_deletion_takes_only_what_was_decided_about(storage):
     assert list(writer.look().steps) == [1]
     delete(folder, opener=writer.root.opener, expected=again)
     assert list(writer.look().steps) == []
+
+
+@pytest.mark.parametrize("what", ["reading", "tags"])
+def test_what_protects_a_step_is_there_before_deletions_are_aborted(storage, monkeypatch, what):
+    """Else a deletion that is announced in between would not see it."""
+    writer = writer_of(storage)
+    save_step(writer, storage, 1, OLD)
+    lists, seen = MemoryStorage.list, []
+
+    def list_(self, prefix=""):
+        if "deleting/1." in prefix:
+            seen.append(len(lists(self, f"{FOLDER}/{what}/1.")))
+        return lists(self, prefix)
+
+    monkeypatch.setattr(MemoryStorage, "list", list_)
+    if what == "tags":
+        writer.tag(1, "good")
+    else:
+        read_by_another(root_of(storage))
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("event", ["another writer", "tag", "deletion", "reader"])
@@ -522,7 +470,7 @@ def test_who_loses_the_right_between_look_and_record_deletes_nothing(storage, mo
 
 
 def read_by_another(root):
-    lease = ReaderLease(root, 1, lease_s=30.0, holder=HERE, beats=False)
+    lease = ReaderLease(root, 1, lease_s=30.0, holder=HERE)
     lease.__enter__()
     return lease
 
@@ -654,61 +602,18 @@ def test_a_step_that_was_deleted_halfway_is_not_there_whatever_the_catalogue_say
     assert list(look(root, names).steps) == [2]
 
 
-# A manager reaches its steps as it was told to reach the root: by a ready filesystem
-
-
-@pytest.fixture(params=["obstore", "fsspec", "pyarrow"])
-def root(request, tmp_path):
-    return {
-        "obstore": lambda: Location("run", filesystem=MemoryStore()),
-        "fsspec": lambda: Location("run", filesystem=fsspec.filesystem("dir", path=str(tmp_path))),
-        "pyarrow": lambda: Location(
-            "run", filesystem=arrow.SubTreeFileSystem(str(tmp_path), arrow.LocalFileSystem())
-        ),
-    }[request.param]()
-
-
-def test_steps_are_saved_kept_and_restored_there(root):
-    with manager_of(root, retention=LatestN(2)) as manager:
-        for step in (1, 2, 3):
-            manager.save_async(step, {"w": torch.full((3,), float(step))})
-        manager.join()
-        assert manager.all_steps() == [2, 3]
-    state = {"w": torch.zeros(3)}
-    report = CheckpointManager(root, read_only=True).restore("auto", state)
-    assert (report.step, state["w"][0]) == (3, 3)
-
-
-def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_writer(
-    storage, caplog, monkeypatch
-):
-    fails = Fault(operation="delete", key="step-00000001/*", error=5, times=None)
+def test_a_deletion_that_fails_disturbs_no_save_and_is_done_by_a_later_one(storage, caplog):
+    fails = Fault(operation="delete", key="step-00000001/*", error=5, times=2)
     with Script([fails]) as script:
         wrapped = script.wrap(storage)
         writer = writer_of(wrapped, max_to_keep=1)
-        monkeypatch.setattr(removal, "MOST_TRIES", 2)
-        monkeypatch.setattr(removal, "FIRST_RETRY_S", 0.0)
         save_step(writer, wrapped, 1, OLD)
         save_step(writer, wrapped, 2, NEW)
-    assert "could not be deleted in 2 tries" in caplog.text
+        assert folders_of(storage) == {"step-00000001", "step-00000002", FOLDER}
+        assert caplog.text.count("could not be deleted") == 1
+        writer.close()
     save_step(writer_of(storage, max_to_keep=1), storage, 3, NEW)
     assert folders_of(storage) == {"step-00000003", FOLDER}
-
-
-def test_only_a_full_disk_costs_the_reserve():
-    storage = MemoryStorage("reserve")
-    for said, num_tries in (("no route", 1), ("[ENOSPC]", 2), ("[EDQUOT]", 2)):
-        keep_reserve(storage)
-        there = []
-
-        def work(said=said, there=there):
-            there.append(RESERVE in {entry.key for entry in storage.list()})
-            raise errors.StorageError(said)
-
-        with pytest.raises(errors.StorageError, match=re.escape(said)):
-            freeing(storage, work)
-        assert there == [True, False][:num_tries]
-        assert [entry.key for entry in storage.list()] == [RESERVE]
 
 
 def test_a_step_whose_commit_was_decided_against_is_not_there(tmp_path):
@@ -726,3 +631,360 @@ def test_a_step_whose_commit_was_decided_against_is_not_there(tmp_path):
         assert manager.all_steps() == []
     with pytest.raises(errors.CheckpointNotFoundError):
         ray_dcp.load({"w": torch.ones(2)}, checkpoint_id=step)
+
+
+# --- what can't be read is not decided on ---------------------------------------------------------
+
+KEEPS_BEST = LatestN(1) | BestN(1, "loss")
+LOSSES = {1: 0.1, 2: 0.9, 3: 0.5}
+
+
+def best_manager_of(path, **given) -> CheckpointManager:
+    return manager_of(path, **{"retention": KEEPS_BEST, **given})
+
+
+def crashed_run(path: Path) -> Path:
+    """Returns the info of the best step of a run whose process died before its catalogue."""
+    with best_manager_of(path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), metrics={"loss": LOSSES[step]})
+    (path / FOLDER / CATALOGUE).unlink()
+    (info,) = path.glob("step-00000001/step-info-*.json")
+    return info
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])
+def test_the_best_step_stays_when_what_was_told_of_it_is_damaged(tmp_path, caplog, damage):
+    info = crashed_run(tmp_path)
+    data = info.read_bytes()
+    info.write_bytes(
+        {"flip": flipped(data, len(data) // 2), "truncate": data[:40], "empty": b""}[damage]
+    )
+    with best_manager_of(tmp_path) as manager:
+        manager.save(3, state(3), metrics={"loss": LOSSES[3]})
+        manager.join()
+        assert 1 in manager.all_steps()
+        manager.save(4, state(4), metrics={"loss": 0.7})
+        manager.join()
+        # The others go as ever: the best of those that are known stays, and the newest.
+        assert manager.all_steps() == [1, 3, 4]
+        found = [one for one in caplog.records if one.levelno >= logging.WARNING]
+        assert [("step-00000001" in one.getMessage()) for one in found] == [True]
+        assert "stays" in found[0].getMessage()
+        info.write_bytes(data)
+        manager.save(5, state(5), metrics={"loss": 0.8})
+        manager.join()
+        assert manager.all_steps() == [1, 5]
+
+
+@pytest.mark.parametrize("what", ["step-info-", "manifest-"])
+def test_one_read_that_gives_another_byte_changes_nothing(tmp_path, monkeypatch, caplog, what):
+    crashed_run(tmp_path)
+    real, left = LocalStorage.read, [1]
+
+    def read(self, key, *where):
+        data = real(self, key, *where)
+        if left and "step-00000001" in f"{self.url}/{key}" and what in key:
+            left.pop()
+            return flipped(data, len(data) // 2)
+        return data
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    with best_manager_of(tmp_path) as manager:
+        manager.save(3, state(3), metrics={"loss": LOSSES[3]})
+        manager.join()
+        assert left == []
+        assert manager.all_steps() == [1, 3]
+        assert manager.best_step() == 1
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def test_what_is_not_known_is_not_known_to_the_next_process_either(tmp_path):
+    crashed_run(tmp_path).write_bytes(b"")
+    for step in (3, 4):
+        with best_manager_of(tmp_path) as manager:
+            manager.save(step, state(step), metrics={"loss": LOSSES[3]})
+            manager.join()
+            assert 1 in manager.all_steps()
+
+
+def test_an_info_that_was_listed_and_is_gone_makes_no_step_go(tmp_path, monkeypatch):
+    crashed_run(tmp_path)
+    real = LocalStorage.read
+
+    def read(self, key, *where):
+        is_gone = "step-00000001/step-info-" in f"{self.url}/{key}"
+        return real(self, f"{key}.gone" if is_gone else key, *where)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    with best_manager_of(tmp_path) as manager:
+        manager.save(3, state(3), metrics={"loss": LOSSES[3]})
+        manager.join()
+        assert 1 in manager.all_steps()
+
+
+POLICIES = st.recursive(
+    st.one_of(
+        st.builds(LatestN, st.integers(1, 4)),
+        st.builds(BestN, st.integers(1, 3), st.just("loss"), st.sampled_from(["min", "max"])),
+        st.builds(KeepEverySteps, st.integers(1, 4)),
+        st.builds(KeepEveryHours, st.floats(0.2, 3.0)),
+    ),
+    lambda some: st.one_of(
+        st.builds(lambda a, b: a | b, some, some),
+        st.builds(lambda a, b: a & b, some, some),
+        st.builds(lambda a: ~a, some),
+    ),
+    max_leaves=4,
+)
+
+
+# Where the best goes, what is not known may be the best, or the worst.
+@example(policy=~BestN(1, "loss", "max"), losses=[2, 5, 1], at=1, seed=0)
+@example(policy=~BestN(1, "loss", "min"), losses=[2, 0, 3], at=1, seed=0)
+@given(
+    policy=POLICIES,
+    losses=st.lists(st.integers(0, 5), min_size=2, max_size=8),
+    at=st.integers(0, 7),
+    seed=st.integers(0, 99),
+)
+def test_what_is_not_known_of_a_step_only_makes_more_stay(policy, losses, at, seed):
+    order = random.Random(seed)
+    steps = [
+        StepFacts(step=step, created_s=3600.0 * step * order.uniform(0.8, 1.2),
+                  metrics={"loss": float(loss)})
+        for step, loss in enumerate(losses)
+    ]  # fmt: skip
+    one = steps[at % len(steps)]
+    others = [facts for facts in steps if facts is not one]
+    unsure = superfluous(others, policy, unknown=[replace(one, metrics={})])
+    assert set(unsure) <= set(superfluous(steps, policy))
+    assert one.step not in unsure
+
+
+# --- leases -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pid": ', b"\xff\xfe"])
+def test_a_writer_lease_that_cannot_be_read_is_not_taken(storage, content):
+    first = writer_of(storage)
+    first.begin(1)
+    (key,) = [entry.key for entry in storage.list(f"{FOLDER}/writer-")]
+    storage.write(key, content)
+    with pytest.raises(errors.CheckpointExistsError, match=r"can't be read.*takeover=True"):
+        writer_of(storage).begin(2)
+    first.begin(2)
+    writer_of(storage, takeover=True).begin(3)
+
+
+def test_a_readers_lease_that_cannot_be_read_keeps_its_step(storage, caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    readers = Readers(lease_s=30.0, holder=HERE)
+    shared = root_of(storage).shared
+    shared.write("reading/1.abc", b"{")
+    for now[0] in (0.0, 29.0, 31.0, 1e6):
+        assert readers.is_live(shared, "reading/1.abc")
+    assert [one.getMessage().count("reading/1.abc") for one in caplog.records] == [1]
+    assert "remove" in caplog.text
+
+
+def test_a_process_that_proc_hides_lives(monkeypatch):
+    """As with /proc mounted with hidepid=2, and a process of another user."""
+    hidden = replace(HERE, pid=2**22 + 3, started="7")
+
+    def kill(pid, number):
+        assert (pid, number) == (hidden.pid, 0)
+        raise PermissionError
+
+    assert hidden.lives_here(HERE) is False
+    monkeypatch.setattr(os, "kill", kill)
+    assert hidden.lives_here(HERE) is True
+
+
+# --- names that somebody else gave --------------------------------------------------------------
+
+STRAYS = (
+    f"{FOLDER}/writer-00000001 (conflicted copy).json",
+    f"{FOLDER}/writer-x.json",
+    f"{FOLDER}/writer-00000001-LAPTOP.beat",
+    f"{FOLDER}/writer-",
+    f"{FOLDER}/tags/1.",
+    f"{FOLDER}/tags/x.best",
+    f"{FOLDER}/tags/1 (conflicted copy).best",
+    f"{FOLDER}/notes/1 (conflicted copy).txt",
+    f"{FOLDER}/reading/x",
+    f"{FOLDER}/reading/2 (conflicted copy).abc",
+    f"{FOLDER}/deleting/1",
+    f"{FOLDER}/deleting/1.0123456789abcdef.step-00000001 (conflicted copy)",
+    f"{FOLDER}/catalogue (conflicted copy).json",
+    "step-00000001 (conflicted copy)/manifest-00000001.json",
+    "step-00000001/manifest-00000001 (conflicted copy).json",
+    "step-00000001/step-info-00000000 (conflicted copy).json",
+    "step-00000001/manifest-x.json",
+    "step-x/manifest-00000001.json",
+    "step-00000002/model (conflicted copy)/manifest-00000001.json",
+    "step-00000002/model.x/__0_0.distcp",
+)
+
+
+def test_stray_files_of_a_sync_tool_stop_nothing_and_stay(tmp_path):
+    for step in (1, 2):
+        with best_manager_of(tmp_path, retention=LatestN(2)) as manager:
+            manager.save(step, state(step), metrics={"loss": 1})
+    for stray in STRAYS:
+        (tmp_path / stray).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / stray).write_bytes(b"?")
+    before = {one.name for one in tmp_path.iterdir()}
+    with best_manager_of(tmp_path, retention=LatestN(2)) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert manager.restore("auto", state()).step == 2
+        with manager.reading(2):
+            manager.save(3, state(3), metrics={"loss": 1})
+        manager.save(3, state(4), metrics={"loss": 1}, replace=True)
+        manager.tag(3, "fine")
+        manager.join()
+        assert manager.all_steps() == [2, 3]
+        manager.delete(2)
+    run = ray_dcp.open(tmp_path)
+    assert [one.step for one in run if one.state == "committed"] == [3]
+    assert ray_dcp.verify(run["latest"].url).ok
+    assert ray_dcp.load_newest(state(), tmp_path).step == 3
+    kept = [one for one in STRAYS if "/deleting/" not in one]
+    changed = [one for one in kept if (tmp_path / one).read_bytes() != b"?"]
+    assert changed == []
+    assert {one.name for one in tmp_path.iterdir()} == before | {"step-00000003"}
+
+
+# --- deletions ----------------------------------------------------------------------------------
+
+
+def test_a_deletion_that_cannot_read_a_record_deletes_nothing(storage):
+    """The record may be what ends the deletion, or commit another checkpoint."""
+    writer = writer_of(storage)
+    attempt = save_step(writer, storage, 1, OLD)
+    folder = writer.root.below("step-00000001")
+    key = "step-00000001/manifest-00000002.json"
+    storage.write(key, b"?")
+    for how in ({"expected": attempt}, {"expected": attempt, "attempt": "0123456789abcdef"}):
+        with pytest.raises(errors.DamagedCheckpointError, match="manifest-00000002"):
+            delete(folder, opener=writer.root.opener, **how)
+    storage.delete([key])
+    assert list(writer.look().steps) == [1]
+
+
+def test_who_copies_a_live_run_is_told_whose_lease_the_copy_has_and_how_to_take_it(tmp_path):
+    parent = os.getppid()
+    alive = replace(this_process(), pid=parent, started=_started(parent))
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with best_manager_of(run) as manager:
+        manager.save(1, state(1), metrics={"loss": 1})
+    lease = WriterLease(root_of(LocalStorage(run)), holder=alive)
+    lease.take()
+    shutil.copytree(run, copy)
+    refused = rf"lease of process {parent} .*writes to {run}\. If this is a copy.*takeover=True"
+    with (
+        best_manager_of(copy) as manager,
+        pytest.raises(errors.CheckpointExistsError, match=refused),
+    ):
+        manager.save(2, state(2), metrics={"loss": 1})
+    with best_manager_of(copy, takeover=True) as manager:
+        assert manager.save(2, state(2), metrics={"loss": 1})
+    lease.check()
+    with (
+        best_manager_of(run) as manager,
+        pytest.raises(errors.CheckpointExistsError, match="is written"),
+    ):
+        manager.save(2, state(2), metrics={"loss": 1})
+
+
+def test_an_item_with_a_record_that_cannot_be_read_goes_with_its_step(tmp_path):
+    options = {"items": {"model": Item(), "ema": Item()}, "retention": LatestN(1)}
+    with best_manager_of(tmp_path, **options) as manager:
+        manager.save(1, {name: state(1) for name in options["items"]})
+        (tmp_path / "step-00000001" / "model" / "manifest-00000001.json").write_bytes(b"?")
+        manager.save(2, {name: state(2) for name in options["items"]})
+        manager.join()
+        assert manager.all_steps() == [2]
+        assert not list(tmp_path.glob("step-00000001/*/*.distcp"))
+        assert manager.restore("latest", {"ema": state()}).step == 2
+
+
+# --- a full disk, an altered listing, and a save beside a look ------------------------------------
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """Fails the first write into a folder for space, and whatever is to be deleted there then."""
+    append, delete, is_full = LocalWriter._append, LocalStorage.delete, [1]
+
+    def full(self: LocalWriter, data: Any) -> None:
+        if is_full and f"/{folder}/__" in self._path:
+            append(self, data)
+            raise os_failure(OSError(errno.ENOSPC, ""), "write", self._key, self._path)
+        append(self, data)
+
+    def refused(self: LocalStorage, keys: Any) -> None:
+        if is_full and self.url.endswith(folder):
+            raise errors.StorageError("the network is gone")
+        delete(self, keys)
+
+    monkeypatch.setattr(LocalWriter, "_append", full)
+    monkeypatch.setattr(LocalStorage, "delete", refused)
+    monkeypatch.setattr(LocalWriter, "abort", lambda self: None, raising=False)
+
+
+def test_what_a_save_without_space_could_not_remove_goes_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It lies above the newest step, where a deletion does not look for what crashes left."""
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state(1))
+        with monkeypatch.context() as patch:
+            fill_disk(patch, "step-00000002")
+            manager.save_async(2, state(2))
+            with pytest.raises(errors.StorageError):
+                manager.join()
+        left = tmp_path / "step-00000002"
+        (left / "__0_0.0123456789abcdef.distcp").write_bytes(b"of the save that failed")
+        manager.save(3, state(3))
+        assert not list(left.glob("*.distcp"))
+        assert manager.all_steps() == [1, 3]
+
+
+def test_room_is_not_made_at_the_price_of_the_newest_step_where_an_older_was_saved_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with manager_of(tmp_path, max_to_keep=1, order="any") as manager:
+        for step in (5, 3):
+            manager.save(step, state(step))
+            manager.join()
+        assert manager.all_steps() == [3, 5]
+        fill_disk(monkeypatch, "step-00000006")
+        with pytest.raises(errors.StorageError, match="ENOSPC"):
+            manager.save(6, state(6))
+        assert manager.all_steps() == [3, 5]
+
+
+def test_a_name_that_was_altered_in_a_listing_hides_no_step(monkeypatch: pytest.MonkeyPatch):
+    place = Location("run", filesystem=MemoryStore())
+    with manager_of(place) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    real, altered = obstore.list, []
+
+    def listed(*arguments: Any, **how: Any) -> Any:
+        for chunk in real(*arguments, **how):
+            for item in chunk:
+                if "step-00000002/manifest-" in item["path"] and not altered:
+                    altered.append(item["path"])
+                    item = {**item, "path": item["path"].replace("run/", "rum/", 1)}
+                yield [item]
+
+    monkeypatch.setattr(obstore, "list", listed)
+    reader = CheckpointManager(place, read_only=True)
+    assert reader.all_steps() == [1, 2]
+    assert altered

@@ -36,9 +36,8 @@ class Rank(RankThread):
 
     def agree(self, what):
         """Returns what the ranks agree on: the highest of their numbers."""
-        how = {"timeout_s": 60.0, "heartbeat_s": 60.0}
         try:
-            return agree(self, what, self.rank, max, **how)
+            return agree(self, what, max, SaveOptions(), facts=self.rank, timeout_s=60.0)
         except CheckpointError as error:
             return error
 

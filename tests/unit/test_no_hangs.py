@@ -135,7 +135,7 @@ def test_a_commit_that_hangs_is_outvoted_by_its_rank_and_loses_when_it_comes_bac
     with pytest.raises(ParticipantError, match="was declared failed in slot 1"):
         one_save(url, session, commit_timeout_s=2)
     held.open()
-    assert eventually(lambda: session._shell.coordination.active == ())
+    assert eventually(lambda: session.coordinator_info()["active"] == ())
     assert loads_whole(url, [state_of(1)]) is None
 
 
@@ -149,7 +149,7 @@ def test_a_commit_that_hangs_for_coordinator_and_rank_is_unknown_and_ends_when_i
     attempt = caught.value.attempt
     assert outcome(url, attempt) == "open"
     held.open()
-    assert eventually(lambda: session._shell.coordination.active == ())
+    assert eventually(lambda: session.coordinator_info()["active"] == ())
     assert outcome(url, attempt) in ("committed", "aborted")
     stands = loads_whole(url, [state_of(1)]) == 0
     assert stands == (outcome(url, attempt) == "committed")
@@ -229,7 +229,7 @@ def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(ur
     held.open()
     assert eventually(lambda: not writers())
     assert {key for key in keys(url) if key.endswith(".distcp")} == before
-    assert session._shell.coordination.active == ()
+    assert session.coordinator_info()["active"] == ()
     assert loads_whole(url, [state_of(1), state_of(2)]) == 0
     records = [key for key in keys(url) if key.startswith("manifest-")]
     assert len(records) == 2, "the attempt is declared failed"
@@ -241,7 +241,7 @@ def test_ctrl_c_in_the_middle_of_the_commit_waits_for_its_end(url, gate):
     session = InlineSession(performer=partial(perform, opener=held.opener))
     with pytest.raises(KeyboardInterrupt):
         one_save(url, session)
-    assert session._shell.coordination.active == ()
+    assert session.coordinator_info()["active"] == ()
     assert loads_whole(url, [state_of(1)]) == 0
     assert ".metadata" in keys(url)
 

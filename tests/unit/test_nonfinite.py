@@ -18,14 +18,20 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter.capture import (
+    Capture,
     capture,
-    checking_finite,
+    checked_finite,
     nonfinite_of,
 )
-from tests.support.own_planners import OwnSave
+from tests.support.own_planners import OwnSave, OwnWriter
 from tests.support.world import run_ranks, save_rank
 
 REFUSE = SaveOptions(nonfinite="refuse")
+
+
+def captured(state: dict, options: SaveOptions, rank: int, world_size: int) -> Capture:
+    found = capture(state, rank=rank, world_size=world_size, options=options)
+    return checked_finite(found, options, rank)
 
 
 def results(states: list[dict], path: Path, options: SaveOptions):
@@ -36,10 +42,7 @@ def results(states: list[dict], path: Path, options: SaveOptions):
             save_rank(
                 OpKey("save", 0), rank=rank, world_size=world_size, target=Target(str(path)),
                 options=options,
-                capture=checking_finite(
-                    partial(capture, state, rank=rank, world_size=world_size, options=options),
-                    options, rank,
-                ),
+                capture=partial(captured, state, options, rank, world_size),
             )
             for rank, state in enumerate(states)
         ]
@@ -101,13 +104,8 @@ def test_values_whose_sum_overflows_are_not_mistaken_for_infinities():
 
 
 def test_storages_of_others_can_not_promise_it(tmp_path: Path):
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    class Theirs(FileSystemWriter):
-        pass
-
     with pytest.raises(InvalidRequestError, match="needs a storage of ray_dcp"):
-        ray_dcp.save({"w": torch.ones(1)}, storage_writer=Theirs(tmp_path / "a"), options=REFUSE)
+        ray_dcp.save({"w": torch.ones(1)}, storage_writer=OwnWriter(tmp_path / "a"), options=REFUSE)
     with pytest.raises(InvalidRequestError, match="nonfinite must be one of"):
         SaveOptions(nonfinite="raise")
     assert not issubclass(NonFiniteError, UnsupportedValueError)

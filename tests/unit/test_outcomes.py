@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from ray_dcp.commit_protocol.commands import CollectReplaced, Failed, Published, PublishMetadata
+from ray_dcp.commit_protocol.commands import (
+    CollectReplaced,
+    Failed,
+    Published,
+    PublishMetadata,
+    WriteTable,
+)
 from ray_dcp.commit_protocol.messages import (
-    LoadDone,
-    LoadJoin,
     OpKey,
     Refused,
-    SaveJoin,
     SaveReceipt,
     Target,
 )
@@ -33,7 +36,7 @@ from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.session import CallTimeouts
+from ray_dcp.runtime.session import longest_s
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
@@ -79,6 +82,19 @@ def test_a_save_whose_files_only_their_rank_can_see_fails_and_names_them(tmp_pat
     assert "__1_0." in errors[0].message
     with pytest.raises(CheckpointNotFoundError):
         load_and_check(state_of(), 1, str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_that_has_another_length_where_the_commit_is_made_fails_the_save(tmp_path, change):
+    def performer(task):
+        if isinstance(task, WriteTable):
+            (file,) = tmp_path.glob("__0_0.*")
+            file.write_bytes((file.read_bytes() + b"x")[: file.stat().st_size + change])
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(state_of(), 1, str(tmp_path)), performer=performer)
+    assert isinstance(result.error, StorageError)
+    assert "has another length" in result.error.message
 
 
 # Durable
@@ -179,24 +195,14 @@ def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_pa
     path = str(tmp_path)
     save(state_of(1), 1, path)
 
-    class GoneError(BaseException):
-        pass
-
     def die_before_publishing(task):
         if isinstance(task, PublishMetadata):
-            raise GoneError
+            raise RuntimeError("the coordinator is gone")
         return perform(task)
 
     session = InlineSession(performer=die_before_publishing)
-
-    def call(request):
-        try:
-            return session.call(request)
-        except GoneError:
-            raise StorageError("the coordinator is gone") from None
-
     (rank,) = save_ranks(state_of(2), 1, path)
-    assert drive(rank, call).slot == 2
+    assert drive(rank, session.call).slot == 2
     load_and_check(state_of(2), 1, path)
     check_stock(path, state_of(2))
 
@@ -276,22 +282,11 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_pa
     assert outcome(str(tmp_path), attempts[0]) == "aborted"
 
 
-def timeout_of(*requests):
-    kept = CallTimeouts()
-    return [kept.of(request) for request in requests][-1]
-
-
 def test_a_rank_waits_for_all_that_its_coordinator_may_take_and_no_deadline_is_lost():
-    key, target = OpKey("s", 0), Target("memory://x")
-    options = SaveOptions(plan_timeout_s=1000, write_timeout_s=2000, commit_timeout_s=500)
-    join = SaveJoin(key, 0, 2, target, options, b"")
+    save = SaveOptions(plan_timeout_s=1000, write_timeout_s=2000, commit_timeout_s=500)
     # joining, reading and planning; then writing, building, table, record, publishing, collecting.
-    assert timeout_of(join) > 3 * 1000
-    assert timeout_of(join, SaveReceipt(key, 0, "a", 1)) >= 2000 + 5 * 500
-    load = LoadOptions(plan_timeout_s=1000, read_timeout_s=2000)
-    load_join = LoadJoin(key, 0, 2, target, load)
-    assert timeout_of(load_join) > 2 * 1000
-    assert timeout_of(load_join, LoadDone(key, 0)) > 2000
+    assert longest_s(save) > 3 * 1000 + 2000 + 5 * 500
+    assert longest_s(LoadOptions(plan_timeout_s=1000, read_timeout_s=2000)) > 2 * 1000 + 2000
 
 
 # The one error of all ranks

@@ -53,7 +53,8 @@ def test_every_linked_file_exists(page: str):
     assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
 
-def test_the_readme_can_be_read_at_once():
+def test_readme_and_design_can_be_read_at_once():
+    assert len((REPOSITORY / "ray_dcp" / "DESIGN.md").read_bytes()) <= 25_000
     text = PAGES["README.md"]
     assert len(text.splitlines()) <= 150
     assert len(text.encode()) <= 7_000
@@ -81,13 +82,19 @@ def test_the_reference_names_no_files_of_torch():
     ] == []
 
 
-def test_the_design_can_be_read_at_once():
-    text = (REPOSITORY / "ray_dcp" / "DESIGN.md").read_bytes()
-    assert len(text) <= 25_000
-
-
 def test_every_error_is_in_the_catalogue():
     from ray_dcp import errors
 
     catalogue = PAGES["docs/reference/errors.md"]
     assert [name for name in errors.__all__ if f"`{name}`" not in catalogue] == []
+
+
+def test_every_difference_from_dcp_names_its_test():
+    page = PAGES["docs/differences.md"]
+    rows = re.findall(r"^\| ([SLEMD]\d+) \|", page, re.MULTILINE)
+    tests = dict(re.findall(r"^\* ([SLEMD]\d+): `([^`]+)`$", page, re.MULTILINE))
+    assert rows
+    assert sorted(tests) == sorted(rows)
+    for test in tests.values():
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (REPOSITORY / path).read_text(), test

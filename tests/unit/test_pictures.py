@@ -97,34 +97,24 @@ def test_a_timeline_has_a_lane_for_each_rank_and_bars_as_long_as_they_took():
     waits = titled(root, r"^rank \d: commit")
     assert {round(number(w, "x") + number(w, "width"), 1) for w in waits} == {round(end, 1)}
     assert {"record: commit", "write: write durably"} <= set(texts(root))
+    many = timeline(trace_of(10_000, late=77))
+    assert len(many.html) < 120_000
+    assert "▲ rank 77" in texts(parsed(many))
     parsed(timeline(SaveTrace(attempt="a", mode="save", world_size=1, began_s=0, committed_s=0)))
 
 
-def test_a_late_rank_is_marked_and_named_with_its_place():
+def test_a_late_rank_is_marked_and_named_and_so_is_when_training_went_on():
     root = parsed(timeline(trace_of(4, late=2)))
-    assert "▲ rank 2" in texts(root)
-    assert sum(text.startswith("▲") for text in texts(root)) == 1
+    assert sum(text.startswith("▲ rank 2") for text in texts(root)) == 1
     assert "rank 2 ended write after" in "".join(root.itertext())
     assert "<script>alert(1)</script>" in "".join(root.itertext())
-
-
-def test_of_an_asynchronous_save_it_shows_when_training_went_on():
+    assert "training goes on" not in texts(root)
     root = parsed(timeline(trace_of(3, staged=True)))
     assert "training goes on" in texts(root)
     (line,) = [n for n in root.iter("line") if n.get("stroke") == "#9a6fd0"]
     (stage, *_) = titled(root, "^rank 0: stage")
     end = number(stage, "x") + number(stage, "width")
     assert number(line, "x1") == pytest.approx(end, abs=0.1)
-    assert "training goes on" not in texts(parsed(timeline(trace_of(3))))
-
-
-def test_a_timeline_of_ten_thousand_ranks_is_bounded_and_tells_how_many_it_leaves_out():
-    picture = timeline(trace_of(10_000, late=77))
-    assert len(picture.html) < 120_000
-    root = parsed(picture)
-    assert "▲ rank 77" in texts(root)
-    shown = sum("rank " in text for text in texts(root))
-    assert f"… and {10_000 - shown} more ranks" in "".join(root.itertext())
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -210,13 +200,10 @@ def test_a_tree_adds_up_and_sorts_layer_9_before_layer_10():
     assert widths[2:] == [max(round(130 * 4 * (i + 1) / 312), 1) for i in range(12)]
 
 
-def test_a_tree_of_many_tensors_or_folders_is_bounded():
-    picture = tensor_tree(leaves(100_000))
+def test_a_tree_of_many_tensors_is_bounded():
+    picture = tensor_tree(leaves(20_000))
     assert len(picture.html) < 400_000
-    assert "… and 99960 more" in "".join(parsed(picture).itertext())
-    many = [leaf(f"a{i}.b{j}.c{k}", 1)
-            for i in range(30) for j in range(30) for k in range(30)]  # fmt: skip
-    assert len(parsed(tensor_tree(many)).findall(".//code")) < 1200
+    assert "… and 19960 more" in "".join(parsed(picture).itertext())
 
 
 def run_of(steps: range | tuple[int, ...]) -> RunView:
@@ -239,13 +226,9 @@ def test_the_steps_of_a_run_have_bars_of_their_sizes():
     rows = ["".join(row.itertext()) for row in root.iter("tr")]
     assert "★" in rows[1]
     assert "latest" in rows[3]
-
-
-def test_a_thousand_steps_show_the_newest():
-    root = parsed(picture_steps(run_of(range(1000)), details=False))
+    root = parsed(picture_steps(run_of(range(120)), details=False))
     assert len(list(root.iter("tr"))) == 101
-    assert "… and 900 earlier steps" in "".join(root.itertext())
-    assert "0 checkpoints" in "".join(parsed(picture_steps(run_of(()))).itertext())
+    assert "… and 20 earlier steps" in "".join(root.itertext())
 
 
 def test_lines_go_up_where_values_do_and_the_steadiest_are_grey():
@@ -254,30 +237,25 @@ def test_lines_go_up_where_values_do_and_the_steadiest_are_grey():
     root = parsed(line_chart(series, NASTY))
     lines = {n.find("title").text: n for n in root.iter("polyline")}  # type: ignore[union-attr]
     assert len(lines) == 10
-    ys = [float(p.split(",")[1]) for p in lines["moves"].attrib["points"].split()]
+    ys = heights(lines["moves"])
     assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
     assert ys == sorted(ys, reverse=True)
-    assert "moves" in texts(root)
     assert sum(line.get("stroke") == "#8d949c" for line in lines.values()) == 2
     assert "in grey: 2 that change less" in "".join(root.itertext())
-
-
-def test_what_is_not_finite_is_marked_and_never_drawn():
+    (line,) = parsed(line_chart({"loss": [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.1)]})).iter(
+        "polyline"
+    )
+    steps = np.diff(heights(line))  # on a logarithmic scale
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
     root = parsed(line_chart({"w": [(0, 1.0), (1, float("nan")), (2, float("inf")), (3, 2.0)]}))
     assert texts(root).count("✕") == 2
-    assert len(root.find(".//polyline").attrib["points"].split()) == 2  # type: ignore[union-attr]
-    assert "nan" not in re.sub("<title>.*?</title>", "", line_chart({"w": [(0, 1.0)]}).html)
+    assert [len(heights(line)) for line in root.iter("polyline")] == [2]
     parsed(line_chart({"w": [(0, float("nan"))]}))
     parsed(line_chart({}))
 
 
-def test_values_far_apart_are_drawn_on_a_logarithmic_scale():
-    root = parsed(line_chart({"loss": [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.1)]}))
-    points = root.find(".//polyline").attrib["points"].split()  # type: ignore[union-attr]
-    ys = [float(point.split(",")[1]) for point in points]
-    assert np.diff(ys) == pytest.approx([np.diff(ys)[0]] * 3, abs=0.2)
-    told = set(texts(parsed(line_chart({"w": [(20, 7.337), (160, 12.9)]}))))
-    assert told & {"0", "6", "8", "10", "12", "14"} == {"8", "10", "12"}
+def heights(line: ElementTree.Element) -> list[float]:
+    return [float(point.split(",")[1]) for point in line.attrib["points"].split()]
 
 
 # --- of views -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ray_dcp.core.packing import pack_record, unpack_record
 from ray_dcp.core.values import Columns, GlobalPlan, IntKey, Kind, group_rows
 from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.torch_adapter.capture import capture
 from tests.support.conflicts import ALL, CONFLICTS, Boxes
 from tests.support.format_cases import table_of
@@ -134,15 +134,6 @@ def test_every_rank_is_told_all_conflicts_by_name_and_rank(tmp_path, conflict, h
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
-    states = [{"w": Boxes(*([(3 * r, min(3 * r + 3, 8))] * (r != rank)))} for r in range(3)]
-    results = run_ranks(save_ranks({}, 3, str(tmp_path), states=states, capture=captured))
-    others = np.delete(np.arange(3), rank)
-    assert {type(result.error) for result in results} == {CoverageError}
-    assert f"the rest is on ranks {others[0]}, {others[1]}" in str(results[0].error)
-
-
 # --- Receipts that fit the plan -------------------------------------------------------------------
 
 
@@ -229,27 +220,6 @@ def test_a_large_replicated_tensor_is_cut_over_its_holders_along_its_first_long_
 @pytest.mark.parametrize(("shape", "chunks"), [((100,), 1), ((1 << 14,), 1), ((1 << 15,), 2)])
 def test_pieces_are_not_cut_below_64_kib(shape: tuple[int, ...], chunks: int) -> None:
     assert make_plan(replicated(8, shape)).table.num_chunks == chunks
-
-
-def bytes_by_rank(plan: GlobalPlan) -> np.ndarray:
-    own = np.bincount(plan.source_rank, plan.table.payload_bytes, plan.world_size)
-    return own.astype(np.int64)
-
-
-@pytest.mark.parametrize("world_size", [256, 3000])
-def test_replicated_tensors_with_few_rows_each_are_balanced_together(world_size: int) -> None:
-    # Cut one by one, a rank would get one or two of the 4096 rows of each: 1.5 times the mean.
-    columns = on_ranks(1, lambda b, _: layers(b, 40))
-    plan = make_plan(columns * world_size)
-    written = bytes_by_rank(plan)
-    assert written.max() / written.mean() < 1.01
-    assert plan.table.num_chunks < 80 + world_size
-
-
-def layers(builder: ColumnsBuilder, count: int) -> None:
-    for index in range(count):
-        builder.tensor(f"w{index}", "float32", (4096, 4096), splittable=True)
-        builder.tensor(f"b{index}", "float32", (4096,))
 
 
 def test_small_payloads_come_first_and_large_ones_start_on_pages() -> None:
@@ -354,18 +324,6 @@ def test_what_boxes_of_a_tensor_of_3_by_3_lack_is_told(boxes, outside, overlaps,
         assert plan.bytes_needed == 4 * size[0] * size[1]
 
 
-def test_a_column_of_a_large_chunk_is_read_in_few_ranges_without_walking_its_rows() -> None:
-    rows, width = 1 << 20, 1 << 12
-    box = (np.zeros(2, np.int64), np.array([rows, width]))
-    column = (np.array([0, 8]), np.array([rows, 2]))
-    found = block_ranges(
-        *box, *column, 4, block_bytes=1 << 20, payload_bytes=rows * width * 4, max_gap_bytes=0
-    )
-    assert found.tolist() == [[0, rows * width * 4]]
-    parts = slabs(*box, *column, 4, 64 << 20)
-    assert len(parts) == rows * width * 4 // (64 << 20)
-
-
 def test_rows_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_dcp.core.values._MIX", 0)
     first, group = group_rows([np.array([3, 4, 3, 5]), np.array([1, 1, 1, 1])])
@@ -380,3 +338,12 @@ def test_a_text_that_unpacks_to_far_more_than_its_length_is_refused() -> None:
         tail = struct.pack("<QQQ", len(packed), len(long), len(packed) + 24)
         with pytest.raises(ValueError, match="can't hold") if is_refused else nullcontext():
             assert unpack_record(packed + tail) == ({"a": 1}, [])
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
+    states = [{"w": Boxes(*([(3 * r, min(3 * r + 3, 8))] * (r != rank)))} for r in range(3)]
+    results = run_ranks(save_ranks({}, 3, str(tmp_path), states=states, capture=captured))
+    others = np.delete(np.arange(3), rank)
+    assert {type(result.error) for result in results} == {CoverageError}
+    assert f"the rest is on ranks {others[0]}, {others[1]}" in str(results[0].error)

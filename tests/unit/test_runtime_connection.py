@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
-from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
+from ray_dcp.errors import DeadlineError, ParticipantError
 from ray_dcp.runtime import coordinator_call, ray_calls, ray_private, ray_session
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_call import call_actor
@@ -19,7 +19,6 @@ from ray_dcp.runtime.discovery import connect
 from ray_dcp.runtime.session import (
     Connection,
     Disconnected,
-    shut_down_meanwhile,
     until_disconnected,
 )
 from ray_dcp.runtime.stager import stager_of
@@ -52,12 +51,6 @@ def test_a_connection_is_up_until_it_is_another_one(connected, now):
     assert connection.is_up
 
 
-def test_without_ray_this_process_has_no_connection():
-    assert not ray.is_initialized()
-    assert ray_private.this_connection() is None
-    assert not Connection("session 's'", 0).is_up
-
-
 def failing(error: BaseException):
     def asked(request):
         raise error
@@ -82,33 +75,12 @@ def test_no_answer_while_ray_is_up_stays_what_it_is(connected):
         assert caught.value is error
 
 
-def test_an_answer_is_an_answer(connected):
-    connection = Connection("s", 0)
-    connected(None)
-    assert until_disconnected(lambda request: request + 1, connection)(1) == 2
-
-
-def test_the_outcome_of_a_save_that_was_left_is_unknown():
-    error = shut_down_meanwhile("/run/step-1", "a1", 2)
-    assert isinstance(error, CommitUnknownError)
-    assert (error.attempt, error.checkpoint_id, error.rank) == ("a1", "/run/step-1", 2)
-    assert "ray_dcp.outcome('/run/step-1', 'a1')" in str(error)
-
-
 def test_no_call_reaches_a_ray_that_is_not_up():
     sent = []
     with pytest.raises(ParticipantError, match="shut down"):
         call_actor("the coordinator", lambda fresh: object(), sent.append, timeout_s=5.0, rank=1)
     assert sent == []
     assert not ray.is_initialized()
-
-
-def test_an_answer_is_not_awaited_of_a_ray_that_is_not_up(monkeypatch):
-    up = iter([True, False])
-    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: next(up))
-    monkeypatch.setattr(ray_calls, "wait", lambda *_, **__: pytest.fail("it waits"))
-    with pytest.raises(ParticipantError, match="shut down"):
-        call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
 
 
 def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monkeypatch):

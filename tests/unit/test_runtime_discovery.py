@@ -86,12 +86,6 @@ def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
         assert [wait.result(180) for wait in waits] == [None] * 2
 
 
-def test_without_a_store_nobody_is_asked():
-    await_group(None, [0, 1], 0)
-    announce_connect()
-    announce_connect(False)
-
-
 def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypatch):
     monkeypatch.setattr(discovery, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.logger import _dcp_logger
 import ray_dcp
 from ray_dcp import asynchronous, errors, events
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import inline, staging_backend
+from ray_dcp.runtime import staging_backend
 from ray_dcp.runtime.inline import session_alone
 from tests.unit.test_async_inline import Gate, gate  # noqa: F401 - a fixture
 
@@ -87,24 +87,6 @@ def test_a_save_that_its_process_left_in_a_hanging_storage_is_in_nobodys_way(
     gate.open.set()
     second.committed(PATIENCE_S)
     assert_holds(tmp_path / "2", 2)
-
-
-def test_after_an_interrupt_in_the_midst_of_a_decision_the_next_call_begins_anew(
-    monkeypatch, tmp_path
-):
-    before, receive = session_alone(), inline.Shell.receive
-
-    def interrupted(shell, request):
-        receive(shell, request)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(inline.Shell, "receive", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
-    assert session_alone() is not before
-    ray_dcp.save(state_of(2), checkpoint_id=tmp_path / "c")
-    assert_holds(tmp_path / "c", 2)
 
 
 # Futures that users hold
@@ -322,7 +304,7 @@ def test_an_asynchronous_save_without_a_thread_fails_and_is_in_nobodys_way(
         handle.result(PATIENCE_S)
     assert handle.upload_completion.done()
     assert not asynchronous._running
-    assert session_alone()._shell.coordination.active == ()
+    assert session_alone().coordinator_info()["active"] == ()
     monkeypatch.undo()
     began_s = time.monotonic()
     asynchronous._drain()

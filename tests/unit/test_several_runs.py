@@ -6,14 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.cli.output import table
 from tests.unit.test_cli_json import printed
 
 METRICS = [
@@ -127,7 +125,7 @@ def test_doctor_and_du_and_the_report_know_the_runs(parent: Path, told: Told, tm
     assert page.count("deep/lr-2") > 2
 
 
-@pytest.mark.parametrize("columns", [40, 80, 100, 120, 222])
+@pytest.mark.parametrize("columns", [40, 100, 222])
 def test_no_table_is_wider_than_the_screen_and_what_is_left_out_is_named(
     parent: Path, told: Told, columns: int
 ):
@@ -138,40 +136,8 @@ def test_no_table_is_wider_than_the_screen_and_what_is_left_out_is_named(
         head = lines[1 : [line.startswith("step-") for line in lines].index(True)]
         note = part.partition("left out: ")[2].partition("(a wider")[0]
         left_out = {name.strip() for name in note.replace("\n", " ").split(",")} - {""}
-        assert left_out <= {
-            *METRICS,
-            "size",
-            "age",
-            "ranks",
-            "new",
-            "layout",
-            "stall",
-            "durable",
-            "tags",
-        }
         assert ("LOSS" in " ".join(head).split()) == ("loss" not in left_out)
         assert bool(left_out) == (columns < 222)
-
-
-NAMES = [f"model.layers.{n}.self_attention.query_projection.low_rank_adapter.weight" for n in "01"]
-
-
-@pytest.mark.parametrize("columns", [40, 60, 80, 200])
-def test_names_of_a_narrow_table_wrap_and_stay_whole(columns: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    rows = [
-        {"name": name, "shape": "4096x4096", "size": "64.0 MiB", "value": "x" * 40}
-        for name in NAMES
-    ]
-    found = table(rows, left=("name", "shape", "value"), least=("value",), last=("size",))
-    lines = list(map(click.unstyle, found))
-    assert max(map(len, lines)) <= columns
-    width = lines[0].index("SHAPE")
-    column = "".join(line[:width].strip() for line in lines[1:])
-    assert column.startswith("".join(NAMES))
-    assert ("VALUE" in lines[0]) == (columns == 200)
-    assert ("SIZE" in lines[0]) == (columns > 40)
-    assert "left out" in "".join(lines) or columns == 200
 
 
 def test_verify_names_the_newest_good_step_of_each_run(parent: Path, told: Told):

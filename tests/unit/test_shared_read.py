@@ -59,17 +59,6 @@ def deciding() -> Play:
     return play
 
 
-def test_ranges_survive_a_message():
-    found = Ranges.decode(needs((2, 5, 9), (0, 1, 3)).ranges)
-    assert (found.file.tolist(), found.low.tolist(), found.high.tolist()) == (
-        [0, 2],
-        [1, 5],
-        [3, 9],
-    )
-    assert found.num_bytes == 6
-    assert len(Ranges.decode(b"")) == 0
-
-
 # The machine
 
 
@@ -86,15 +75,6 @@ def test_ranks_that_need_the_same_bytes_are_told_who_reads_them():
     assert set(first.reader.tolist()) == {0, 1}
     assert first.ranks.tolist() == [2, 2, 2]
     assert play.reply(2, "LoadReady") == LoadProceed()
-
-
-@pytest.mark.parametrize("come", [0, 1])
-def test_fewer_than_two_ranks_with_needs_share_nothing(come):
-    play = Play(world_size=3)
-    to_planning(play)
-    for rank in range(3):
-        ready(play, rank, *([(0, 0, MIB)] if rank < come else []))
-    assert play.reply(0, "LoadReady") == LoadProceed()
 
 
 @pytest.mark.parametrize(
@@ -124,23 +104,6 @@ def test_a_load_goes_on_without_sharing_when_it_is_not_decided(fails):
     assert play.reply(0, "LoadReady") == play.reply(1, "LoadReady") == LoadProceed()
     play.send(LoadDone(KEY, 0, ReadCounts(10, 16)))
     assert isinstance(play.send(LoadDone(KEY, 1, ReadCounts(5, 5))), LoadOutcome)
-
-
-def test_a_rank_that_dies_while_it_is_decided_fails_the_load():
-    play = deciding()
-    play.lose(1)
-    assert isinstance(play.errors("LoadReady")[0], ParticipantError)
-    assert play.coordination.active == ()
-
-
-def test_the_outcome_tells_what_came_from_others_and_what_was_read_instead():
-    play = Play(world_size=2)
-    to_planning(play)
-    for rank in range(2):
-        play.send(LoadReady(KEY, rank))
-    play.send(LoadDone(KEY, 0, ReadCounts(10, 16, 0, 7, 2)))
-    told = play.send(LoadDone(KEY, 1, ReadCounts(5, 5, 0, 1, 1)))
-    assert told == LoadOutcome(ReadCounts(15, 21, 0, 8, 3))
 
 
 # The messages

@@ -4,8 +4,6 @@ to load it: three lines that run as they are."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,14 +151,3 @@ def test_what_is_no_checkpoint_is_told_with_the_way_out(place: str, tmp_path: Pa
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "model.bin").touch()
     assert hint in shown(path, 2)
-
-
-def test_looking_at_a_run_needs_no_torch(tmp_path: Path):
-    code = f"""
-import sys
-from ray_dcp.cli.main import main
-main(["show", {str(run(tmp_path))!r}], standalone_mode=False)
-assert not {{"torch", "ray"}} & set(sys.modules)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "to load" in found.stdout

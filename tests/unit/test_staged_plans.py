@@ -103,7 +103,7 @@ class Actor(Coordinator):
         self._resumed.set()
         self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
         self._beats, self._ack = {}, HeartbeatAck("id", 0, "pid 1")
-        self._performing = 0
+        self._performing = []
         nothing = lambda *_: None  # noqa: E731
         self._tracing = SimpleNamespace(record_request=nothing, record_answer=nothing)
         self._shared_reads = SimpleNamespace(tidy=lambda: None)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
@@ -32,16 +31,8 @@ from ray_dcp.torch_adapter.tensors import (
     host_bytes,
     loses_nothing,
 )
-from tests.support.own_planners import OwnLoad, OwnResolve, OwnSave
+from tests.support.own_planners import OwnLoad, OwnReader, OwnResolve, OwnSave, OwnWriter
 from tests.unit.adapter_support import as_rank
-
-
-class Writer(dcp.FileSystemWriter):
-    """A storage of somebody else's."""
-
-
-class Reader(dcp.FileSystemReader):
-    """A storage of somebody else's."""
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +103,7 @@ SAVES: dict[str, Callable[[Any, Any], Any]] = {
         state, checkpoint_id=path, planner=OwnSave(), no_dist=True
     ),
     "foreign": lambda state, path: ray_dcp.save(
-        state, checkpoint_id=path, storage_writer=Writer(path), no_dist=True
+        state, checkpoint_id=path, storage_writer=OwnWriter(path), no_dist=True
     ),
 }
 
@@ -141,7 +132,7 @@ LOADS: dict[str, Callable[[Any, Any], Any]] = {
         state, checkpoint_id=path, planner=OwnResolve(), no_dist=True
     ),
     "foreign": lambda state, path: ray_dcp.load(
-        state, checkpoint_id=path, storage_reader=Reader(path), no_dist=True
+        state, checkpoint_id=path, storage_reader=OwnReader(path), no_dist=True
     ),
 }
 

@@ -1,7 +1,8 @@
-"""A run view: its steps, how one is named, tags and notes."""
+"""A run view and its listing: its steps and their states, how one is named, tags and notes."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     InvalidRequestError,
@@ -22,9 +22,8 @@ from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
-from ray_dcp.view import run_view
-from ray_dcp.view.run_listing import ListedCheckpoint
-from ray_dcp.view.run_view import RunView, best_of_run, choose, read_run, split_address
+from ray_dcp.view.run_listing import ListedCheckpoint, list_checkpoints
+from ray_dcp.view.run_view import RunView, best_of_run, choose, split_address
 from tests.support import checkpoints
 
 
@@ -316,33 +315,69 @@ def test_a_run_is_a_table_of_steps_metrics_bytes_and_times(run: Path, tmp_path: 
     assert by_name.loc["step-00000010", "note"] == "the first"
 
 
-def test_a_table_without_details_reads_no_step(run: Path, monkeypatch: pytest.MonkeyPatch):
-    opened = ray_dcp.open(run)
-    monkeypatch.setattr(run_view, "open_checkpoint", lambda _: pytest.fail("a step was read"))
-    monkeypatch.setattr(run_view, "read_trace", lambda *_: pytest.fail("a trace was read"))
-    table = opened.to_arrow(details=False)
-    assert table.column("step").to_pylist() == [10, 20, 30]
-    assert table.column("metrics.loss").to_pylist() == [0.5, 0.1, 0.3]
-    assert "durable_s" not in table.column_names
-
-
-def test_an_empty_run_is_an_empty_table(tmp_path: Path):
-    assert read_run(tmp_path / "none").to_pandas().shape == (0, 14)
-
-
 def test_without_pandas_the_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InvalidRequestError, match="pip install pandas"):
         ray_dcp.open(run).to_pandas()
 
 
-def test_the_steps_before_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch):
-    """A table of 10,000 steps asks for the step before each."""
-    asked: list[str] = []
-    step_of = run_view.step_of
-    monkeypatch.setattr(run_view, "step_of", lambda name: asked.append(name) or step_of(name))
-    listed = (ListedCheckpoint(f"step-{n}", n, "committed", 1, 1, 1.0) for n in range(300))
-    run = RunView(Target("/nowhere"), tuple(listed))
-    before = [run.before(step) for step in run]
-    assert before == [None, *run.steps[:-1]]
-    assert len(asked) <= 3 * len(run)
+# --- the listing ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several(saved_checkpoint: Path, stock_checkpoint: Path, tmp_path: Path) -> Path:
+    for name in ("step-10", "step-9", "best"):
+        shutil.copytree(saved_checkpoint, tmp_path / name)
+    shutil.copytree(stock_checkpoint, tmp_path / "old" / "iter_0000020")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.txt").write_text("no checkpoint")
+    return tmp_path
+
+
+def by_name(root: Path) -> dict[str, ListedCheckpoint]:
+    return {item.name: item for item in list_checkpoints(root)}
+
+
+def test_checkpoints_are_listed_by_run_and_step_and_those_without_step_last(several: Path):
+    found = [(item.name, item.step) for item in list_checkpoints(several)]
+    assert found == [("step-9", 9), ("step-10", 10), ("best", None), ("old/iter_0000020", 20)]
+
+
+def test_a_failed_save_over_a_stock_checkpoint_leaves_it_a_stock_checkpoint(several: Path):
+    record = AbortRecord(attempt="a1", reason="a rank died", rank=None)
+    path = several / "old" / "iter_0000020"
+    (path / record_key(1)).write_bytes(encode_record(record))
+    (path / "__0_0.a1.distcp").write_bytes(b"")
+    assert by_name(several)["old/iter_0000020"].state == "stock"
+    assert ray_dcp.open(path).kind == "stock"
+
+
+@pytest.mark.parametrize("more", [-1, 1, None])
+def test_a_file_that_is_missing_or_has_another_length_is_damage(several: Path, more: int | None):
+    file = checkpoints.data_file(several / "step-9")
+    num_bytes = file.stat().st_size
+    detail = "is missing"
+    if more is None:
+        file.unlink()
+    else:
+        os.truncate(file, num_bytes + more)
+        detail = f"has {num_bytes + more} bytes instead of {num_bytes}"
+    found = by_name(several)
+    assert (found["step-9"].state, found["step-10"].state) == ("damaged", "committed")
+    assert found["step-9"].detail == f"{file.name} {detail}"
+
+
+def test_a_checkpoint_is_listed_once_also_as_the_root_itself(tmp_path: Path):
+    for _ in range(2):
+        checkpoints.save(tmp_path / "step-10")
+    for root, name in ((tmp_path, "step-10"), (tmp_path / "step-10", ".")):
+        (item,) = list_checkpoints(root)
+        assert (item.name, item.step, item.state) == (name, 10, "committed")
+
+
+def test_nothing_is_listed_where_nothing_is_and_what_is_in_memory_is(tmp_path: Path):
+    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nothing") == ()
+    for step in (2, 1):
+        ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=f"memory://listing/step-{step}")
+    found = [(item.name, item.state) for item in list_checkpoints("memory://listing")]
+    assert found == [("step-1", "committed"), ("step-2", "committed")]

@@ -16,7 +16,7 @@ from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Entry
-from ray_dcp.view.verify import verify_checkpoint
+from ray_dcp.view.verify import verify_opened
 from tests.support import arrays, checkpoints, world
 from tests.support.storages import Fault, FaultyStorage
 
@@ -24,15 +24,6 @@ from tests.support.storages import Fault, FaultyStorage
 @pytest.fixture
 def copied(saved_checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved_checkpoint, tmp_path / "copy")
-
-
-def payload_of(path: Path, name: str) -> tuple[Path, int, int]:
-    """Returns the file that holds a tensor, and the first and last byte of its payload."""
-    view = ray_dcp.open(path)
-    row = view.table.tensor.tolist().index(view.names.index(name))
-    start = int(view.table.payload_offset[row])
-    file = path / view.table.files[view.table.file[row]]
-    return file, start, start + int(view.table.payload_bytes[row]) - 1
 
 
 @pytest.mark.parametrize("world_size", [1, 5])
@@ -45,7 +36,7 @@ def test_an_undamaged_checkpoint_is_ok_and_every_byte_of_its_files_was_compared(
 
 
 def test_damage_is_told_by_file_tensor_and_block(copied: Path):
-    file, first, last = payload_of(copied, "model.large")
+    file, first, last = checkpoints.payload_of(copied, "model.large")
     checkpoints.flip(file, last)
     (problem,) = ray_dcp.verify(copied).problems
     assert (problem.file, problem.fqn) == (file.name, "model.large")
@@ -59,7 +50,7 @@ def test_damage_is_told_by_file_tensor_and_block(copied: Path):
 
 
 def test_blocks_that_lie_together_are_one_problem_and_others_are_not(copied: Path):
-    file, first, last = payload_of(copied, "model.large")
+    file, first, last = checkpoints.payload_of(copied, "model.large")
     block = int(ray_dcp.open(copied).table.block_bytes.max())
     for offset in (first, first + block, first + 5 * block, last):
         checkpoints.flip(file, offset)
@@ -101,7 +92,7 @@ def test_a_tensor_larger_than_what_is_read_at_once_is_checked_to_its_end(tmp_pat
     report = ray_dcp.verify(tmp_path)
     assert report.problems == ()
     assert report.checked_bytes == ray_dcp.open(tmp_path).num_bytes
-    file, first, last = payload_of(tmp_path, "w")
+    file, first, last = checkpoints.payload_of(tmp_path, "w")
     offset = first + (18 << 20)
     checkpoints.flip(file, offset)
     (problem,) = ray_dcp.verify(tmp_path).problems
@@ -115,7 +106,7 @@ def test_a_file_that_can_not_be_read_is_told_and_the_others_are_checked(saved_ch
     error = StorageError("input/output error")
     fault = Fault(operation="read", key="*.distcp", error=error, times=2)
     storage = FaultyStorage(inner, [fault])
-    report = verify_checkpoint(storage, checkpoint)
+    report = verify_opened(storage, checkpoint)
     storage.assert_hit()
     assert (report.ok, report.problems) == (False, ())
     (unread,) = report.unread
@@ -150,7 +141,7 @@ def test_what_fails_or_is_altered_once_on_its_way_is_read_again(
     inner = open_storage(saved_checkpoint)
     checkpoint = read_checkpoint(inner, checkpoint_id=inner.url)
     storage = FaultyStorage(inner, [Fault(operation="read", key="*.distcp", effect=effect)])
-    report = verify_checkpoint(storage, checkpoint)
+    report = verify_opened(storage, checkpoint)
     storage.assert_hit()
     assert report.ok
     assert ["was not at the first read" in note for note in report.notes] == [True]

@@ -7,15 +7,16 @@ holds the lease and deletes, `Finisher` returns the outcomes of saves in the sam
 ranks. Added here is what Ray Train needs: reports, requested saves, and folder names that are used
 once.
 
-`Pace` throttles reports to Ray Train. Its controller registers one report per poll, and `report`
+Reports to Ray Train are throttled. Its controller registers one report per poll, and `report`
 blocks while an earlier one is not yet registered. If saves are faster than that, only the newest
 ones are reported. All ranks make the same decision, as it depends only on values that are equal on
-all of them: the steps, their outcomes, and the time of each plan in its manifest.
+all of them: the steps, their outcomes, and the times at which rank 0 began them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -31,22 +32,20 @@ from ray_dcp.errors import (
     RankDisagreementError,
     SaveCancelledError,
 )
-from ray_dcp.integrations.train import reports
-from ray_dcp.integrations.train.joining import (
+from ray_dcp.integrations.train import ray_train
+from ray_dcp.integrations.train.ray_train import (
     JoinedGroup,
     RunFacts,
     join,
     needed_steps,
     parse,
-    run_facts,
 )
 from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, save_fits
 from ray_dcp.io.threads import Stop
-from ray_dcp.manager.collective_actions import CollectiveActions, Ended
+from ray_dcp.manager.background import Ended, Finisher
+from ray_dcp.manager.collective_actions import CollectiveActions
+from ray_dcp.manager.policies import EverySteps, RetentionPolicy, SaveFacts
 from ray_dcp.manager.preemption import Preemption
-from ray_dcp.manager.restoring import restore
-from ray_dcp.manager.retention import RetentionPolicy
-from ray_dcp.manager.save_policy import EverySteps, SaveFacts
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.memory_tier import memory_of
@@ -59,12 +58,6 @@ DELETIONS_S = 60.0
 """Maximum time that `Checkpointer.close` waits for deletions, in seconds."""
 
 logger = logging.getLogger(__name__)
-
-
-def _is_misuse(error: CheckpointError) -> bool:
-    """Returns whether an error reports that the ranks do not make the same calls."""
-    causes = [error, *(cause for cause, _ in error.failures.values())]
-    return any(isinstance(cause, RankDisagreementError) for cause in causes)
 
 
 def _refuse_fresh_start(path: str | None, url: str, error: CheckpointNotFoundError) -> None:
@@ -102,44 +95,6 @@ _SLACK = 1.5
 """Minimum time between reports, in poll intervals of the controller. *Why above 1*: the duration of
 a poll adds to the interval."""
 
-
-@dataclass
-class Pace:
-    """Throttles reports.
-
-    Args:
-        interval_s: Poll interval of Ray Train's controller, in seconds.
-    """
-
-    interval_s: float
-    last_s: float | None = None
-    """Time of the plan of the save that was reported last."""
-
-    def is_due(self, created_s: float | None, *, final: bool = False) -> bool:
-        """Returns whether to report the newest committed save; if so, counts it as reported.
-
-        Args:
-            created_s: Time of its plan, by the coordinator's clock; None if this rank has no
-                manifest.
-            final: This is the last call.
-
-        Examples:
-            >>> pace = Pace(2.0)
-            >>> [pace.is_due(created_s) for created_s in (100.0, 101.0, 104.0)]
-            [True, False, True]
-        """
-        # Why `0 <=`: a clock that was set back must not suppress reports.
-        too_soon = (
-            created_s is not None
-            and self.last_s is not None
-            and 0 <= created_s - self.last_s < self.interval_s * _SLACK
-        )
-        if too_soon and not final:
-            return False
-        self.last_s = created_s
-        return True
-
-
 OnError = Literal["warn", "raise"]
 
 
@@ -156,7 +111,7 @@ class _Begun:
     begun_s: float = field(default_factory=time.monotonic)
     stage_s: float | None = None
     """Time that training waited, in seconds; None until the call returns."""
-    created_s: float | None = None
+    created_s: float = 0.0
     """See `Ended`."""
 
 
@@ -200,14 +155,13 @@ class Checkpointer:
             group.writer,
             Preemption(),
             lambda: group.session,
-            self._ended,
+            Finisher(self._ended),
         )
         self._begun: dict[int, _Begun] = {}
         self._unreported: dict[int, _Begun] = {}
         """Committed saves, oldest first."""
-        self._pace = Pace(facts.poll_s)
-        self._num_failed = 0
-        """Number of failed saves since the last committed one."""
+        self._reported_s = -math.inf
+        """Time of the save that was reported last."""
         self._was_warned = False
         self._last_step = -1
         self._decided: tuple[int, bool, RequestedSave | None] = (-1, False, None)
@@ -251,11 +205,11 @@ class Checkpointer:
         """
         self._check_open()
         self._process(self._actions.finisher.ended())
-        registered = reports.registered()
+        registered = ray_train.registered()
         timeout_s = self._settings.options.plan_timeout_s
         memory_of(self._group.session).await_staged(self.url, timeout_s, Stop())
         try:
-            report = restore(self._actions, "auto", state, None, progress)
+            report = self._actions.restore("auto", state, None, progress)
         except CheckpointNotFoundError as error:
             _refuse_fresh_start(registered, self.url, error)
             logger.info("Nothing is committed in %s: the run begins", self.url)
@@ -328,7 +282,7 @@ class Checkpointer:
             CheckpointError: With `on_error="raise"`: this save or an earlier one failed.
         """
         self._check_new(step)
-        told = reports.check_metrics(metrics)
+        told = ray_train.check_metrics(metrics)
         check_mapping(state)
         due = self.should_save(step)
         request = self._decided[2]
@@ -392,7 +346,7 @@ class Checkpointer:
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
     ) -> list[Ended]:
         """Starts a save; returns its outcome if it failed to start."""
-        details = {"metrics": reports.numbers_in(metrics)}
+        details = {"metrics": ray_train.numbers_in(metrics)}
         options = {"when_full": "wait"} if waits else {}
         try:
             if not self._actions.save_async(step, state, True, details, **options):
@@ -420,21 +374,19 @@ class Checkpointer:
         for one in ended:
             begun = self._begun.pop(one.step)
             if one.error is None:
-                begun.created_s = one.created_s
+                begun.created_s = one.created_s or 0.0
                 self._unreported[one.step] = begun
-                self._num_failed = 0
                 continue
             if isinstance(one.error, SaveCancelledError):
                 logger.info("Step %d is not saved: %s", one.step, one.error)
                 continue  # Cancelled, which is not a failure.
             if isinstance(one.error, CommitUnknownError):
                 raise one.error  # Ranks that know the outcome would wait for this one in a report.
-            self._num_failed += 1
-            self._warn(
-                f"Step {one.step} is not saved ({self._num_failed} in a row now): "
-                f"{type(one.error).__name__}: {one.error}"
-            )
-            if self._on_error == "raise" or _is_misuse(one.error):
+            self._warn(f"Step {one.step} is not saved: {type(one.error).__name__}: {one.error}")
+            causes = [one.error, *(cause for cause, _ in one.error.failures.values())]
+            # Careful: ranks that do not make the same calls would wait for each other.
+            is_misuse = any(isinstance(cause, RankDisagreementError) for cause in causes)
+            if self._on_error == "raise" or is_misuse:
                 failed = failed or one.error
         if failed is not None:
             raise failed
@@ -447,21 +399,25 @@ class Checkpointer:
         newest = max(self._unreported, default=None)
         if newest is None:
             return
-        is_due = self._pace.is_due(self._unreported[newest].created_s, final=final)
+        created_s = self._unreported[newest].created_s
+        # Why `0 <=`: a clock that was set back must not suppress reports.
+        too_soon = 0 <= created_s - self._reported_s < self._facts.poll_s * _SLACK
+        is_due = final or not too_soon
         for step, begun in list(self._unreported.items()):
             if begun.validation or (is_due and step == newest):
                 name = self._settings.names.name_of(step)
                 self._report(step, name, begun.metrics, begun.validation)
                 del self._unreported[step]
         if is_due:
+            self._reported_s = created_s
             self._unreported.clear()
 
     def _report(
         self, step: int, name: str, metrics: Mapping[str, Any], validation: Any = False
     ) -> None:
-        reports.report(self._facts.checkpoint(f"{self._folder}/{name}"), metrics, validation)
+        ray_train.report(self._facts.checkpoint(f"{self._folder}/{name}"), metrics, validation)
         if self._group.needed is not None:
-            known = reports.ReportedStep(reports.numbers_in(metrics), bool(validation))
+            known = ray_train.ReportedStep(ray_train.numbers_in(metrics), bool(validation))
             self._group.needed.add({step: known})
         if self._facts.rank == 0:
             self._group.writer.remover.wake()
@@ -494,7 +450,7 @@ class Checkpointer:
         self._notice = info
         left_s = None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
         # Why rank 0 decides: clocks and measured times differ between ranks.
-        fits = reports.broadcast(save_fits(left_s, REQUESTS.seconds()[0]))
+        fits = ray_train.broadcast(save_fits(left_s, REQUESTS.seconds()[0]))
         return RequestedSave(f"preemption-{step}", "preemption", step - 1) if fits else None
 
     def _warm(self, state: Mapping[str, Any]) -> None:
@@ -615,7 +571,7 @@ def checkpointer(
     )
     # Why any order: a run that begins anew beside older steps is only warned.
     settings = Settings(policy=EverySteps(save_interval), items={"": item}, order="any")
-    facts = run_facts()
+    facts = ray_train.run_facts()
     needed = needed_steps(max_to_keep, retention, facts.num_to_keep)
     group = join(facts, folder, settings, needed, storage_options)
     return Checkpointer(facts, group, folder, on_error, check_preemption_every)

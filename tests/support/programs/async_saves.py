@@ -7,7 +7,6 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -102,24 +101,6 @@ def save_and_change(path: str, step: int, **options: Any) -> Attempt:
         return handle.report()
 
     return attempt(save)
-
-
-def save_with_nan(path: str, bad_rank: int, **options: Any) -> Attempt:
-    """Saves numbers of which those of one rank have a NaN; tells whether the call itself failed."""
-    rank = dist.get_rank()
-    numbers = torch.ones(8)
-    numbers[3] = float("nan") if rank == bad_rank else 1.0
-
-    def save() -> Any:
-        state = {f"w{rank}": numbers}
-        handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
-        HELD["called"] = True
-        handle.committed(180)
-        return handle.report().staging
-
-    HELD["called"] = False
-    came = attempt(save)
-    return replace(came, value=(came.value, HELD.pop("called")))
 
 
 def large_state(step: int, num_bytes: int = LARGE_BYTES) -> dict[str, Any]:

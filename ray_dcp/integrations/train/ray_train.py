@@ -1,6 +1,8 @@
-"""Joins the workers of a group to a run: writer lease, group number, retention.
+"""A worker's part in a Ray Train run: what it asks Ray Train and tells it, and how it joins.
 
-Rank 0 scans the storage once, and broadcasts the result or the error through Ray Train.
+`run_facts` reads Ray Train's context. Besides `SaveBeforeResize`, this is the only module of the
+integration that uses private APIs of Ray: the checkpoint config, the run's id, and the poll
+interval of the controller.
 
 `StepFolder` is the name of a checkpoint's folder. A name is never used twice: Ray Train deletes by
 name, and a killed worker group may still have a save in progress. The number of the worker group
@@ -12,13 +14,11 @@ where all of ray_dcp expects it.
      |     +------------ random word: distinguishes groups that got the same number
      +------------------ number of the worker group in the run
 
-A manager's `Writer`, on rank 0, holds the lease and deletes. `NeededSteps` is its retention policy:
-it adds to the user's policy what Ray Train needs. Ray Train refuses to continue a run if a
-registered folder does not exist, so the delete record of a step always remains, as in every run.
-
-`run_facts` reads Ray Train's context. Besides the callback, this is the only module of the
-integration that uses private APIs of Ray: the checkpoint config, the run's id, and the poll
-interval of the controller.
+`join` makes a worker a member of its group: rank 0 scans the storage once, and broadcasts the
+result or the error through Ray Train. A manager's `Writer`, on rank 0, holds the lease and deletes.
+`NeededSteps` is its retention policy: it adds to the user's policy what Ray Train needs. Ray Train
+refuses to continue a run if a registered folder does not exist, so the delete record of a step
+always remains, as in every run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 
 import ray
+import torch
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
@@ -43,12 +44,11 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.format.names import StepNames
-from ray_dcp.integrations.train import reports
 from ray_dcp.io.threads import Stop
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import this_process
-from ray_dcp.manager.retention import RetentionPolicy, StepFacts, answers_of
-from ray_dcp.manager.root_writer import NotDeleted, Writer
+from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
@@ -58,184 +58,6 @@ from ray_dcp.saving import session_for
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
 from ray_dcp.view.run_listing import folders_in
-
-_NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, order=True)
-class StepFolder:
-    """The folder of a step saved by one worker group; ordered by age.
-
-    Examples:
-        >>> folder = StepFolder(120, 3, "7f3c21")
-        >>> folder.name, parse(folder.name) == folder
-        ('g0003-7f3c21-step-00000120', True)
-    """
-
-    step: int
-    group: int
-    """Number of the worker group in the run, from 1."""
-    word: str
-    """Random word that distinguishes groups with the same number."""
-
-    @property
-    def name(self) -> str:
-        """Name of the folder."""
-        return f"g{self.group:04d}-{self.word}-step-{self.step:08d}"
-
-
-def parse(name: str) -> StepFolder | None:
-    """Returns the step folder of a name, or None for any other name.
-
-    Args:
-        name: Name or path of a folder; only its last component is used.
-    """
-    found = _NAME.fullmatch(name.rstrip("/").rpartition("/")[2])
-    return StepFolder(int(found[3]), int(found[1]), found[2]) if found else None
-
-
-@dataclass(frozen=True)
-class GroupNames(StepNames):
-    """The names of step folders that one worker group writes; those of all groups are read.
-
-    Examples:
-        >>> names = GroupNames(group=3, word="7f3c21")
-        >>> names.name_of(120), names.step_of("g0002-0a1b2c-step-00000110")
-        ('g0003-7f3c21-step-00000120', 110)
-    """
-
-    group: int = 1
-    word: str = ""
-
-    def name_of(self, step: int) -> str:
-        """Returns the folder name of a step; see `StepNames`."""
-        super().name_of(step)  # It raises for an invalid step.
-        return StepFolder(step, self.group, self.word).name
-
-    def step_of(self, name: str) -> int | None:
-        """Returns the step of a folder; None if no worker group wrote it."""
-        return getattr(parse(name), "step", None)
-
-
-def next_group(names: Iterable[str]) -> int:
-    """Returns the number of a new worker group, above those of all existing folders.
-
-    Examples:
-        >>> next_group(["g0002-7f3c21-step-00000120", "others"]), next_group([])
-        (3, 1)
-    """
-    found = (parse(name) for name in names)
-    return max((folder.group for folder in found if folder is not None), default=0) + 1
-
-
-def check_folder(folder: object) -> str:
-    """Returns the name of a folder in the run after checking it.
-
-    Raises:
-        InvalidRequestError: `folder` is not a simple name.
-
-    Examples:
-        >>> check_folder("checkpoints")
-        'checkpoints'
-    """
-    if not isinstance(folder, str) or _PART.fullmatch(folder) is None:
-        raise InvalidRequestError(
-            f"folder must be the name of a folder in the run's own storage (1 to 64 letters, "
-            f"digits, '.', '_' or '-'), but is {folder!r}. Ray Train registers checkpoints inside "
-            f"RunConfig(storage_path, name) only: choose the place there; for any other one use "
-            f"ray_dcp.CheckpointManager",
-            key="folder",
-        )
-    return folder
-
-
-class NeededSteps:
-    """The retention policy of a run: keeps what a policy keeps, and what Ray Train needs.
-
-    Ray Train needs the newest step that was reported to it, and each step that it still validates.
-    The results of validations are metrics of their steps, by which the policy can rank.
-
-    Args:
-        policy: The user's policy. None if Ray Train deletes the steps that were reported to it:
-            then only older steps that were never reported are superfluous.
-
-    Examples:
-        >>> needed = NeededSteps(None)
-        >>> needed.add({1: reports.ReportedStep({}), 3: reports.ReportedStep({})})
-        >>> needed.keeps([StepFacts(step=step) for step in (1, 2, 3, 4)])
-        [True, False, True, True]
-    """
-
-    def __init__(self, policy: RetentionPolicy | None) -> None:
-        self._policy = policy
-        self._reported: Mapping[int, reports.ReportedStep] = {}
-
-    def add(self, reported: Mapping[int, reports.ReportedStep]) -> None:
-        """Adds steps that were reported to Ray Train, or what it now knows of them."""
-        self._reported = {**self._reported, **reported}
-
-    def refresh(self) -> None:
-        """Queries Ray Train for the steps that were reported to it."""
-        try:
-            found = reports.reported_folders()
-        except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the next pass asks again
-            logger.info("Ray Train could not be asked for its checkpoints: %s", error)
-            return
-        self.add({one.step: found[name] for name in found if (one := parse(name)) is not None})
-
-    def pending(self) -> NotDeleted:
-        """Returns the steps that are kept until Ray Train has validated them."""
-        # Why only then: the query waits until the controller has registered the last report.
-        if self._policy is None or not any(one.is_pending for one in self._reported.values()):
-            return {}
-        self.refresh()
-        return {f"step {step}": None for step, one in self._reported.items() if one.is_pending}
-
-    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
-        """See `RetentionPolicy`."""
-        reported, newest = self._reported, max(self._reported, default=-1)
-        if self._policy is None:
-            return [one.step in reported or one.step > newest for one in steps]
-        known = [reported.get(one.step, reports.ReportedStep({})) for one in steps]
-        facts = [
-            replace(one, metrics={**one.metrics, **told.metrics})
-            for one, told in zip(steps, known, strict=True)
-        ]
-        return [
-            is_kept or told.is_pending or one.step == newest
-            for is_kept, told, one in zip(
-                answers_of(self._policy, facts), known, steps, strict=True
-            )
-        ]
-
-
-def needed_steps(
-    max_to_keep: int, retention: RetentionPolicy | None, num_to_keep: int | None
-) -> NeededSteps | None:
-    """Returns the retention policy of a run; None if nothing is deleted.
-
-    Args:
-        max_to_keep: Setting of the checkpointer; 0 keeps all.
-        retention: A policy instead of that.
-        num_to_keep: Setting of Ray Train's `CheckpointConfig`.
-
-    Raises:
-        InvalidRequestError: Both sides would delete, or an argument is invalid.
-    """
-    policy = retention_of(max_to_keep, retention)
-    if policy is not None and num_to_keep is not None:
-        name = f"max_to_keep={max_to_keep}" if max_to_keep else f"retention={retention!r}"
-        raise InvalidRequestError(
-            f"{name} and CheckpointConfig(num_to_keep={num_to_keep}) both say what to delete, and "
-            f"each would delete what the other counts on. Leave one of them out: Ray Train's keeps "
-            f"by score too, ray_dcp's counts saves that Ray Train was not told of as well",
-            key="max_to_keep" if max_to_keep else "retention",
-        )
-    return None if policy is None and num_to_keep is None else NeededSteps(policy)
-
 
 POLL_S = 2.0
 """Default poll interval of Ray Train's controller, in seconds."""
@@ -366,6 +188,282 @@ def _other_ray(error: Exception) -> InternalError:
     )
 
 
+REPORTED_S = 5.0
+"""Timeout of the query for reported checkpoints, in seconds."""
+PENDING = "PENDING_VALIDATION"
+"""Name of Ray Train's status of a checkpoint whose validation has not ended."""
+
+
+def broadcast(value: Any) -> Any:
+    """Returns the value of rank 0 on all ranks. Collective."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    return broadcast_from_rank_zero(value)
+
+
+def report(checkpoint: Any, metrics: Mapping[str, Any], validation: Any = False) -> None:
+    """Reports a committed checkpoint to Ray Train. Collective.
+
+    Args:
+        checkpoint: Ray Train's checkpoint.
+        metrics: Its metrics.
+        validation: Argument of `ray.train.report`; passed only if it requests a validation, as
+            older versions of Ray lack it.
+    """
+    import ray.train
+
+    ray.train.report(
+        dict(metrics),
+        checkpoint=checkpoint,
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        **({"validation": validation} if validation else {}),
+    )
+
+
+def registered() -> str | None:
+    """Returns the path of the checkpoint that Ray Train registered last, or None."""
+    import ray.train
+
+    checkpoint = ray.train.get_checkpoint()
+    return None if checkpoint is None else str(checkpoint.path)
+
+
+@dataclass(frozen=True)
+class ReportedStep:
+    """What Ray Train knows of a checkpoint that was reported to it."""
+
+    metrics: Mapping[str, float]
+    """Its numeric metrics, including those of its validation."""
+    is_pending: bool = False
+    """Whether its validation has not ended."""
+
+
+def reported_folders() -> dict[str, ReportedStep]:
+    """Returns what Ray Train knows of the reported checkpoints, by folder name, oldest first."""
+    from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints
+
+    found = get_all_reported_checkpoints(
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=REPORTED_S
+    )
+    return {
+        str(one.checkpoint.path).rstrip("/").rpartition("/")[2]: ReportedStep(
+            numbers_in(one.metrics), getattr(getattr(one, "status", None), "name", "") == PENDING
+        )
+        for one in found
+    }
+
+
+def check_metrics(metrics: object) -> dict[str, Any]:
+    """Returns metrics as Ray Train accepts them: tensors of one element become numbers.
+
+    Raises:
+        InvalidRequestError: `metrics` is not a dict, or a tensor has several elements.
+
+    Examples:
+        >>> check_metrics({"loss": torch.tensor(0.5), "phase": "warmup"})
+        {'loss': 0.5, 'phase': 'warmup'}
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidRequestError(
+            f"metrics must be a dict of names to numbers, but is {metrics!r}", key="metrics"
+        )
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise InvalidRequestError(
+                    f"metric {name!r} is a tensor of {tuple(value.shape)}; Ray Train takes "
+                    f"numbers: give its mean(), or put it into the state",
+                    key=str(name),
+                )
+            value = value.item()
+        found[str(name)] = value
+    return found
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numeric metrics.
+
+    Examples:
+        >>> numbers_in({"loss": 1, "phase": "warmup", "done": True})
+        {'loss': 1.0}
+    """
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+# --- the steps of a run, and joining it ----------------------------------------------------------
+
+_NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class StepFolder:
+    """The folder of a step saved by one worker group; ordered by age.
+
+    Examples:
+        >>> folder = StepFolder(120, 3, "7f3c21")
+        >>> folder.name, parse(folder.name) == folder
+        ('g0003-7f3c21-step-00000120', True)
+    """
+
+    step: int
+    group: int
+    """Number of the worker group in the run, from 1."""
+    word: str
+    """Random word that distinguishes groups with the same number."""
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return f"g{self.group:04d}-{self.word}-step-{self.step:08d}"
+
+
+def parse(name: str) -> StepFolder | None:
+    """Returns the step folder of a name, or None for any other name.
+
+    Args:
+        name: Name or path of a folder; only its last component is used.
+    """
+    found = _NAME.fullmatch(name.rstrip("/").rpartition("/")[2])
+    return StepFolder(int(found[3]), int(found[1]), found[2]) if found else None
+
+
+@dataclass(frozen=True)
+class GroupNames(StepNames):
+    """The names of step folders that one worker group writes; those of all groups are read.
+
+    Examples:
+        >>> names = GroupNames(group=3, word="7f3c21")
+        >>> names.name_of(120), names.step_of("g0002-0a1b2c-step-00000110")
+        ('g0003-7f3c21-step-00000120', 110)
+    """
+
+    group: int = 1
+    word: str = ""
+
+    def name_of(self, step: int) -> str:
+        """Returns the folder name of a step; see `StepNames`."""
+        super().name_of(step)  # It raises for an invalid step.
+        return StepFolder(step, self.group, self.word).name
+
+    def step_of(self, name: str) -> int | None:
+        """Returns the step of a folder; None if no worker group wrote it."""
+        return getattr(parse(name), "step", None)
+
+
+def check_folder(folder: object) -> str:
+    """Returns the name of a folder in the run after checking it.
+
+    Raises:
+        InvalidRequestError: `folder` is not a simple name.
+
+    Examples:
+        >>> check_folder("checkpoints")
+        'checkpoints'
+    """
+    if not isinstance(folder, str) or _PART.fullmatch(folder) is None:
+        raise InvalidRequestError(
+            f"folder must be the name of a folder in the run's own storage (1 to 64 letters, "
+            f"digits, '.', '_' or '-'), but is {folder!r}. Ray Train registers checkpoints inside "
+            f"RunConfig(storage_path, name) only: choose the place there; for any other one use "
+            f"ray_dcp.CheckpointManager",
+            key="folder",
+        )
+    return folder
+
+
+class NeededSteps:
+    """The retention policy of a run: keeps what a policy keeps, and what Ray Train needs.
+
+    Ray Train needs the newest step that was reported to it, and each step that it still validates.
+    The results of validations are metrics of their steps, by which the policy can rank.
+
+    Args:
+        policy: The user's policy. None if Ray Train deletes the steps that were reported to it:
+            then only older steps that were never reported are superfluous.
+
+    Examples:
+        >>> needed = NeededSteps(None)
+        >>> needed.add({1: ReportedStep({}), 3: ReportedStep({})})
+        >>> needed.keeps([StepFacts(step=step) for step in (1, 2, 3, 4)])
+        [True, False, True, True]
+    """
+
+    def __init__(self, policy: RetentionPolicy | None) -> None:
+        self._policy = policy
+        self._reported: Mapping[int, ReportedStep] = {}
+
+    def add(self, reported: Mapping[int, ReportedStep]) -> None:
+        """Adds steps that were reported to Ray Train, or what it now knows of them."""
+        self._reported = {**self._reported, **reported}
+
+    def refresh(self) -> None:
+        """Queries Ray Train for the steps that were reported to it."""
+        try:
+            found = reported_folders()
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the next pass asks again
+            logger.info("Ray Train could not be asked for its checkpoints: %s", error)
+            return
+        self.add({one.step: found[name] for name in found if (one := parse(name)) is not None})
+
+    def refresh_pending(self) -> None:
+        """Queries Ray Train for the results of validations, if there are any to wait for."""
+        # Why only then: the query waits until the controller has registered the last report.
+        if self._policy is not None and any(one.is_pending for one in self._reported.values()):
+            self.refresh()
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        reported, newest = self._reported, max(self._reported, default=-1)
+        if self._policy is None:
+            return [one.step in reported or one.step > newest for one in steps]
+        known = [reported.get(one.step, ReportedStep({})) for one in steps]
+        facts = [
+            replace(one, metrics={**one.metrics, **told.metrics})
+            for one, told in zip(steps, known, strict=True)
+        ]
+        return [
+            is_kept or told.is_pending or one.step == newest
+            for is_kept, told, one in zip(
+                answers_of(self._policy, facts), known, steps, strict=True
+            )
+        ]
+
+
+def needed_steps(
+    max_to_keep: int, retention: RetentionPolicy | None, num_to_keep: int | None
+) -> NeededSteps | None:
+    """Returns the retention policy of a run; None if nothing is deleted.
+
+    Args:
+        max_to_keep: Setting of the checkpointer; 0 keeps all.
+        retention: A policy instead of that.
+        num_to_keep: Setting of Ray Train's `CheckpointConfig`.
+
+    Raises:
+        InvalidRequestError: Both sides would delete, or an argument is invalid.
+    """
+    policy = retention_of(max_to_keep, retention)
+    if policy is not None and num_to_keep is not None:
+        name = f"max_to_keep={max_to_keep}" if max_to_keep else f"retention={retention!r}"
+        raise InvalidRequestError(
+            f"{name} and CheckpointConfig(num_to_keep={num_to_keep}) both say what to delete, and "
+            f"each would delete what the other counts on. Leave one of them out: Ray Train's keeps "
+            f"by score too, ray_dcp's counts saves that Ray Train was not told of as well",
+            key="max_to_keep" if max_to_keep else "retention",
+        )
+    return None if policy is None and num_to_keep is None else NeededSteps(policy)
+
+
 STAGED_S = 60.0
 """How long to wait for staged saves of earlier groups on this node, in seconds."""
 
@@ -419,13 +517,13 @@ def join(
     def begin() -> tuple[Writer, tuple[int, str, bool]]:
         # Why: the only checkpoint may be one that a killed group has staged here.
         NodeMemory().await_staged(root.url, STAGED_S, Stop())
-        names = folders_in(root.storage)
-        begun = next_group(names), secrets.token_hex(3), any(map(parse, names))
+        earlier = [found.group for found in map(parse, folders_in(root.storage)) if found]
+        begun = max(earlier, default=0) + 1, secrets.token_hex(3), bool(earlier)
         named = replace(settings, names=GroupNames(group=begun[0], word=begun[1]))
         # Why with the id of the run: its worker groups replace each other at once.
         holder = replace(this_process(), nonce=facts.run_id)
-        pending = dict if needed is None else needed.pending
-        return Writer(root, named, holder=holder, before_removal=pending), begun
+        refresh = dict if needed is None else needed.refresh_pending
+        return Writer(root, named, holder=holder, before_removal=refresh), begun
 
     error: Exception | None = None
     begun = None
@@ -440,7 +538,7 @@ def join(
                 error = failed
         # Why truncated: Ray Train broadcasts at most 1 kB.
         why = None if error is None else f"{type(error).__name__}: {error}"[:800]
-        begun, why = reports.broadcast((begun, why))
+        begun, why = broadcast((begun, why))
         if error is not None:
             raise error
         if why is not None:

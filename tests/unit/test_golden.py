@@ -1,7 +1,4 @@
-"""Checkpoints of the format as it is stay readable, and saves go on to write the same bytes.
-
-`RENEW_GOLDEN=1` writes those that are not there; one that is there is never written again.
-"""
+"""Checkpoints of the format as it is, and of stock DCP of each torch that was tried, are read."""
 
 from __future__ import annotations
 
@@ -9,10 +6,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp import SaveOptions
@@ -24,7 +23,9 @@ from ray_dcp.store.opening import open_storage
 from tests.support import world
 from tests.support.arrays import GOLDEN_ARRAYS, State, same_state
 from tests.support.checkpoints import GOLDEN
+from tests.support.exchange_cases import blanks, differences
 from tests.support.format_cases import difference
+from tests.support.programs.stock_golden import state
 from tests.support.world import Warm, load_state
 
 ATTEMPT = "0123456789abcdef"
@@ -132,3 +133,59 @@ def test_a_save_writes_what_was_written(name: str, golden: Path, tmp_path: Path)
         others += ["files", "deferred", "payload_bytes"] * has_objects
         records.append({key: value for key, value in fields.items() if key not in others})
     assert records[0] == records[1]
+
+
+STOCK = sorted((Path(__file__).parents[1] / "golden").glob("stock-*"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Planner(stock.DefaultLoadPlanner):
+    """A planner of the user's."""
+
+
+@pytest.fixture(params=STOCK, ids=lambda path: path.name)
+def stock_golden(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def expected(golden: Path) -> dict[str, Any]:
+    """Returns what was saved there, in plain tensors."""
+    since_2_14 = float(golden.name.partition("-")[2].partition(".")[2]) >= 14
+    return state(checkpointable=since_2_14)
+
+
+def plain(values: Any) -> Any:
+    """Returns the values without parameters, which a load into plain tensors does not make."""
+    if isinstance(values, dict):
+        return {key: plain(value) for key, value in values.items()}
+    return values.detach() if isinstance(values, torch.nn.Parameter) else values
+
+
+@pytest.mark.parametrize("planner", [None, Planner], ids=["native", "hooks"])
+def test_a_stock_checkpoint_loads_bit_by_bit(stock_golden: Path, planner: type[Planner] | None):
+    wanted = plain(expected(stock_golden))
+    into = blanks(wanted)
+    ray_dcp.load(into, checkpoint_id=stock_golden, planner=planner and planner(), no_dist=True)
+    assert differences(into, wanted) == []
+
+
+def test_a_stock_checkpoint_is_whole_and_read_whole(stock_golden: Path):
+    report = ray_dcp.verify(stock_golden)
+    assert report.problems == ()
+    assert report.checked_bytes > 1_000
+    wanted = plain(expected(stock_golden))
+    del wanted["nothing"]  # of which stock DCP leaves no trace
+    found = ray_dcp.read_state_dict(stock_golden)
+    found["optimizer"]["state"] = {
+        int(key): value for key, value in found["optimizer"]["state"].items()
+    }
+    assert differences(found, wanted) == []
+
+
+def test_an_import_of_it_is_read_by_the_stock_dcp_of_this_torch(stock_golden: Path, tmp_path: Path):
+    ray_dcp.import_checkpoint(stock_golden, tmp_path / "c")
+    wanted = plain(expected(stock_golden))
+    into = blanks(wanted)
+    stock.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert differences(into, wanted) == []
