@@ -170,8 +170,15 @@ def average(
         try:
             num_ranks = _num_ranks(plan, out)
             if num_ranks > 1:
-                with meter.following(partial(_look_at, out, plan.report.num_bytes)):
-                    _on_ranks(plan, out, num_ranks, choice)
+                from ray_dcp.runtime.worker_group import WorkerGroup
+
+                # Why not the plan: a rank opens the sources itself, as open storages can't be sent.
+                places = [view.place for view in plan.views]
+                with (
+                    meter.following(partial(_look_at, out, plan.report.num_bytes)),
+                    WorkerGroup(num_ranks, name="ray_dcp average") as ranks,
+                ):
+                    ranks.run(_average_part, places, _records(plan), absolute_target(out), choice)
             else:
                 _save(plan, out, session_alone(), meter)
         except BaseException as error:
@@ -571,23 +578,6 @@ def _num_ranks(plan: AveragePlan, out: AnyPlace) -> int:
     from ray_dcp.runtime.ray_session import attach_named, num_free_cpus
 
     return min(wanted, num_free_cpus(), _MOST_RANKS) if attach_named(None) is not None else 1
-
-
-def _on_ranks(plan: AveragePlan, out: AnyPlace, num_ranks: int, choice: Mapping[str, Any]) -> None:
-    """Averages on the ranks of a `WorkerGroup`.
-
-    Args:
-        plan: The average.
-        out: As for `average`.
-        num_ranks: Number of ranks.
-        choice: The arguments that the plan was made with.
-    """
-    from ray_dcp.runtime.worker_group import WorkerGroup
-
-    # Why not the plan: a rank opens the sources itself, as open storages can't be sent.
-    places = [view.place for view in plan.views]
-    with WorkerGroup(num_ranks, name="ray_dcp average") as ranks:
-        ranks.run(_average_part, places, _records(plan), absolute_target(out), choice)
 
 
 def _average_part(

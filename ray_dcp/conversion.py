@@ -604,8 +604,28 @@ class HubFiles:
             CheckpointError: As `load` does. There is no such file then.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, entries = self.folder / self.name(number), self.entries[number]
-        _write_safetensors(path, entries, self.checkpoint_id, options, progress, casts=self.casts)
+        stored = self.entries[number]
+        entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
+        head = header(entries, {"format": "pt"})
+        with (
+            _published(self.folder / self.name(number)) as temporary,
+            Path(temporary).open("w+b") as stream,
+        ):
+            stream.write(head)
+            stream.truncate(len(head) + sum(map(bytes_of, stored)))
+            stream.flush()
+            mapped = mmap.mmap(stream.fileno(), 0)
+            targets: dict[str, Any] = {}
+            for each, (_, _, shape, begin, stop) in zip(stored, entries, strict=True):
+                how: dict[str, Any] = {"dtype": each.dtype or torch.uint8}
+                if stop == begin:
+                    targets[each.name] = torch.empty(shape, **how)
+                    continue
+                how |= {"count": prod(shape), "offset": len(head) + begin}
+                targets[each.name] = torch.frombuffer(mapped, **how).view(shape)
+            if targets:
+                read_into(targets, self.checkpoint_id, None, options, progress, casts=self.casts)
+            mapped.flush()
 
     def finish(self) -> None:
         """Writes the index, after all files, and deletes files of an earlier conversion.
@@ -719,34 +739,3 @@ def _dealt(stored: Sequence[Selected], file_bytes: int) -> list[list[Selected]]:
         files[-1].append(each)
         room -= bytes_of(each)
     return files
-
-
-def _write_safetensors(
-    path: Path,
-    stored: Sequence[Selected],
-    checkpoint_id: CheckpointId,
-    options: LoadOptions | None,
-    progress: ShowProgress,
-    *,
-    casts: bool,
-) -> None:
-    entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
-    head = header(entries, {"format": "pt"})
-    with _published(path) as temporary, Path(temporary).open("w+b") as stream:
-        stream.write(head)
-        stream.truncate(len(head) + sum(map(bytes_of, stored)))
-        stream.flush()
-        mapped = mmap.mmap(stream.fileno(), 0)
-        targets: dict[str, Any] = {}
-        for each, (_, _, shape, begin, stop) in zip(stored, entries, strict=True):
-            dtype_ = each.dtype or torch.uint8
-            if stop == begin:
-                targets[each.name] = torch.empty(shape, dtype=dtype_)
-                continue
-            place = torch.frombuffer(
-                mapped, dtype=dtype_, count=prod(shape), offset=len(head) + begin
-            )
-            targets[each.name] = place.view(shape)
-        if targets:
-            read_into(targets, checkpoint_id, None, options, progress, casts=casts)
-        mapped.flush()

@@ -48,7 +48,7 @@ asks again 5 minutes before the end."""
 
 
 class _Default:
-    """Hands out the credentials that a library finds, as obstore's `credential_provider`.
+    """Returns the credentials that a library finds, as obstore's `credential_provider`.
 
     They are looked for at the first call, as that may ask a server.
 

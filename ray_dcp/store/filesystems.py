@@ -385,7 +385,7 @@ class _HiddenFile:
                 self._fs.rm_file(self._path)
             self._fs.mv(self._temp, self._path)
             if _is_file(self._fs, self._temp):
-                raise OSError(f"the filesystem did not rename {self._temp} and told no error")
+                raise OSError(f"the filesystem did not rename {self._temp} and reported no error")
 
     def discard(self) -> None:
         """Removes the file."""

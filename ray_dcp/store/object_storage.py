@@ -15,6 +15,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -130,7 +131,7 @@ class ObjectWriter(OnceWriter):
             give_back()
 
     def _send(self) -> None:
-        """Hands the part to the upload, which begins with the first one, and begins another."""
+        """Passes the part to the upload, which starts with the first one, and begins another."""
         if self._num_parts == _MOST_PARTS:
             raise StorageError(
                 f"could not write {self._where}: it gets longer than {_MOST_PARTS} parts of "
@@ -162,9 +163,8 @@ class _Upload:
 
     def __init__(self, put: Callable[[_Parts], object]) -> None:
         self._parts = _Parts()
-        self._error: BaseException | None = None
-        self._has_ended = False
-        self._thread = start_thread(partial(self._run, put), "ray_dcp upload")
+        self._ended: Future[None] = Future()
+        start_thread(partial(self._run, put), "ray_dcp upload")
 
     def add(self, part: npt.NDArray[np.uint8]) -> None:
         """Appends a part.
@@ -172,8 +172,8 @@ class _Upload:
         Raises:
             StorageError: The upload has failed.
         """
-        if self._has_ended:
-            self._raise()
+        if self._ended.done():
+            self._ended.result()
         self._parts.put(part)
 
     def finish(self) -> None:
@@ -183,31 +183,22 @@ class _Upload:
             StorageError: The upload has failed.
         """
         self._parts.put(StopIteration())
-        self._thread.join()
-        if self._error is not None:
-            self._raise()
+        self._ended.result()
 
     def give_up(self) -> None:
         """Aborts the upload, and waits until its parts are removed."""
         self._parts.drop()
         self._parts.put(_GivenUpError())
-        self._thread.join()
+        wait([self._ended])
 
     def _run(self, put: Callable[[_Parts], object]) -> None:
         try:
             put(self._parts)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that writes
-            self._error = error
-        finally:
-            self._has_ended = True
             self._parts.drop()
-
-    def _raise(self) -> None:
-        error = self._error
-        if isinstance(error, StorageError):
-            # Why a new object: the error may be raised by several calls, each with its traceback.
-            raise type(error)(error.message, key=error.key) from error
-        raise error or StorageError("the upload has ended")
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
 
 
 class _GivenUpError(Exception):
@@ -801,7 +792,7 @@ def _check_whole(found: Any, stop: int) -> None:
         AlteredError: The body is shorter.
     """
     if stop != found.range[1]:
-        raise AlteredError(f"{found.range[1] - stop} bytes of what was told did not come")
+        raise AlteredError(f"the answer lacks {found.range[1] - stop} of its bytes")
 
 
 def _is_of_the_store(error: Exception) -> bool:

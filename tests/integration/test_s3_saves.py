@@ -7,10 +7,12 @@ import logging
 import pickle
 import warnings
 
+import fsspec
 import pytest
 import s3fs
 import torch
 import torch.distributed.checkpoint as stock
+from pyarrow import fs as arrow
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
@@ -31,6 +33,13 @@ def s3fs_options(server) -> dict[str, object]:
         "secret": server.secret_access_key,
         "client_kwargs": {"endpoint_url": server.endpoint, "region_name": "us-east-1"},
     }
+
+
+def arrow_s3(server) -> arrow.S3FileSystem:
+    return arrow.S3FileSystem(
+        access_key=server.access_key_id, secret_key=server.secret_access_key,
+        endpoint_override=server.endpoint, region="us-east-1",
+    )  # fmt: skip
 
 
 def state_of(number: float) -> dict[str, object]:
@@ -127,13 +136,7 @@ def test_credentials_are_in_no_checkpoint_log_or_error(server, place, caplog, ca
     wrong = Location(place.url, {**place.storage_options, "secret_access_key": SECRET})
     with pytest.raises(CheckpointError) as raised:
         ray_dcp.save(state_of(3.0), checkpoint_id=wrong, no_dist=True)
-    told = [
-        repr(place),
-        repr(as_target(place)),
-        repr(wrong),
-        repr(handle),
-        repr(open_storage(place)),
-    ]
+    told = [*map(repr, (place, as_target(place), wrong, handle, open_storage(place)))]
     told += [str(raised.value), repr(raised.value), *getattr(raised.value, "__notes__", ())]
     told += [caplog.text, *capfd.readouterr(), repr(ray_dcp.open(place))]
     for hidden in (secret, SECRET):
@@ -184,26 +187,15 @@ def test_we_load_from_s3_what_stock_dcp_wrote(server, place):
     reader = FsspecReader(place.url, **options)
     assert is_same(loaded(storage_reader=reader), state_of(5.0))
     # by ready filesystems
-    import fsspec
-    from pyarrow import fs as arrow
-
     path = place.url.removeprefix("s3://")
     s3fs = fsspec.filesystem("s3", **options)
     assert is_same(loaded(checkpoint_id=Location(path, filesystem=s3fs)), state_of(5.0))
-    s3 = arrow.S3FileSystem(
-        access_key=server.access_key_id, secret_key=server.secret_access_key,
-        endpoint_override=server.endpoint, region="us-east-1",
-    )  # fmt: skip
+    s3 = arrow_s3(server)
     assert is_same(loaded(checkpoint_id=Location(path, filesystem=s3)), state_of(5.0))
 
 
 def test_a_save_through_pyarrow_warns_and_loads_natively(server, place):
-    from pyarrow import fs as arrow
-
-    s3 = arrow.S3FileSystem(
-        access_key=server.access_key_id, secret_key=server.secret_access_key,
-        endpoint_override=server.endpoint, region="us-east-1",
-    )  # fmt: skip
+    s3 = arrow_s3(server)
     there = Location(place.url.removeprefix("s3://"), filesystem=s3)
     big = {"w": torch.arange(3_000_000.0)}  # longer than what is put at once
     with pytest.warns(UserWarning, match="only if there is none"):

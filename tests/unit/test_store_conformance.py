@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import uuid
 
 import fsspec
@@ -11,7 +9,6 @@ import pytest
 from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
 
-from ray_dcp.store import local
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
@@ -28,16 +25,6 @@ class TestLocal(StorageConformance):
     @pytest.fixture
     def storage(self, tmp_path):
         return LocalStorage(tmp_path / "not" / "yet" / "there")
-
-
-class TestLocalWithoutHardLinks(StorageConformance):
-    @pytest.fixture
-    def storage(self, tmp_path, monkeypatch):
-        def refuse(*_):
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-        monkeypatch.setattr(local.os, "link", refuse)
-        return LocalStorage(tmp_path / "root")
 
 
 class TestMemory(StorageConformance):

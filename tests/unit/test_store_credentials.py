@@ -58,9 +58,6 @@ class Answers(BaseHTTPRequestHandler):
                 "sessionToken": "tok", "expiration": int(ends.timestamp() * 1000),
             }  # fmt: skip
             self._answer(200, {"roleCredentials": role})
-        elif self.path == "/token":
-            self.server.asked.append(("oidc", body.decode()))
-            self._answer(200, {"accessToken": "renewed", "expiresIn": 3600, "tokenType": "Bearer"})
         elif self.path == "/sts":
             self.server.asked.append(("sts", body.decode()))
             issued = "urn:ietf:params:oauth:token-type:access_token"

@@ -273,13 +273,6 @@ def refuse(number):
     return call
 
 
-@pytest.fixture
-def looks_first(monkeypatch):
-    """Neither hard links nor RENAME_NOREPLACE."""
-    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
-    monkeypatch.setattr(local, "_rename_noreplace", refuse(errno.EINVAL))
-
-
 def creates(directory):
     return LocalStorage(directory).traits.create_if_absent
 
@@ -333,10 +326,13 @@ def test_what_could_not_be_tried_is_an_error_and_no_answer(tmp_path, monkeypatch
     assert creates(tmp_path)
 
 
-class TestLocalThatLooksFirst(StorageConformance):
-    """All promises without hard links and without RENAME_NOREPLACE, but that of one winner."""
+class TestLocalWithoutHardLinks(StorageConformance):
+    """Without RENAME_NOREPLACE as well it looks first, and does not promise one winner."""
 
-    @pytest.fixture
-    def storage(self, tmp_path, looks_first):
-        assert not creates(tmp_path)
+    @pytest.fixture(params=["renames", "looks first"])
+    def storage(self, request, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "link", refuse(errno.EPERM))
+        if request.param == "looks first":
+            monkeypatch.setattr(local, "_rename_noreplace", refuse(errno.EINVAL))
+            assert not creates(tmp_path)
         return LocalStorage(tmp_path / "root")
