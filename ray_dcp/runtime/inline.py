@@ -21,7 +21,7 @@ from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread
 from ray_dcp.runtime.metrics import Performer
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.session import LinkSession
-from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.runtime.tasks import new_attempt
 
 RANK = 0
 
@@ -31,7 +31,7 @@ class _InlineLoop(CoordinatorLoop):
 
     _grace_s = 2 * UNWIND_S  # Why: the rank reports its own deadline first, with the file.
 
-    def __init__(self, performer: Performer, new_attempt: Callable[[], str]) -> None:
+    def __init__(self, performer: Performer | None, new_attempt: Callable[[], str]) -> None:
         super().__init__(performer=performer, new_attempt=new_attempt)
         self._resumed.set()
 
@@ -51,7 +51,7 @@ class InlineSession(LinkSession):
 
     Args:
         name: Name of the session.
-        performer: Performs tasks.
+        performer: Performs tasks; by default `tasks.perform`.
         new_attempt: Returns attempt ids.
 
     Examples:
@@ -63,7 +63,7 @@ class InlineSession(LinkSession):
         self,
         name: str = "inline",
         *,
-        performer: Performer = perform,
+        performer: Performer | None = None,
         new_attempt: Callable[[], str] = new_attempt,
     ) -> None:
         super().__init__(name, RANK, 1, who="the coordinator of this process", node="")
