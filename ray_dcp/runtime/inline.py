@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable
 
 from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import Left, OpKey, Reply, Request
-from ray_dcp.core.processes import OwnProcess, ProcessLock
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import InternalError, SaveCancelledError
 from ray_dcp.io.threads import UNWIND_S
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread
@@ -69,7 +70,7 @@ class InlineSession(LinkSession):
         super().__init__(name, RANK, 1, who="the coordinator of this process", node="")
         self._make = lambda: _InlineLoop(performer, new_attempt)
         self._thread: LoopThread[_InlineLoop] | None = None
-        self._starting = ProcessLock()
+        self._starting = threading.Lock()
         self._calls: set[RankProgress] = set()
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
