@@ -56,7 +56,7 @@ class CoordinatorLoop:
 
     Args:
         epoch: See `Coordination`.
-        performer: Performs tasks.
+        performer: Performs tasks; by default `tasks.perform`.
         new_attempt: Returns attempt ids.
     """
 
@@ -67,7 +67,7 @@ class CoordinatorLoop:
         self,
         epoch: int = 1,
         *,
-        performer: Performer = perform,
+        performer: Performer | None = None,
         new_attempt: Callable[[], str] = new_attempt,
     ) -> None:
         self.epoch = epoch
@@ -295,9 +295,8 @@ class CoordinatorLoop:
         try:
             try:
                 # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
-                work = begin(
-                    partial(self._tracing.perform, command, self._performer), "ray_dcp task"
-                )
+                performer = self._performer or perform
+                work = begin(partial(self._tracing.perform, command, performer), "ray_dcp task")
                 result = await asyncio.wrap_future(work)
             except LimitError as error:
                 result = Failed(error)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable
 
 from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import Left, OpKey, Reply, Request
-from ray_dcp.core.processes import OwnProcess, ProcessLock
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import InternalError, SaveCancelledError
 from ray_dcp.io.threads import UNWIND_S
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread
 from ray_dcp.runtime.metrics import Performer
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.session import LinkSession
-from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.runtime.tasks import new_attempt
 
 RANK = 0
 
@@ -31,7 +32,7 @@ class _InlineLoop(CoordinatorLoop):
 
     _grace_s = 2 * UNWIND_S  # Why: the rank reports its own deadline first, with the file.
 
-    def __init__(self, performer: Performer, new_attempt: Callable[[], str]) -> None:
+    def __init__(self, performer: Performer | None, new_attempt: Callable[[], str]) -> None:
         super().__init__(performer=performer, new_attempt=new_attempt)
         self._resumed.set()
 
@@ -51,7 +52,7 @@ class InlineSession(LinkSession):
 
     Args:
         name: Name of the session.
-        performer: Performs tasks.
+        performer: Performs tasks; by default `tasks.perform`.
         new_attempt: Returns attempt ids.
 
     Examples:
@@ -63,13 +64,13 @@ class InlineSession(LinkSession):
         self,
         name: str = "inline",
         *,
-        performer: Performer = perform,
+        performer: Performer | None = None,
         new_attempt: Callable[[], str] = new_attempt,
     ) -> None:
         super().__init__(name, RANK, 1, who="the coordinator of this process", node="")
         self._make = lambda: _InlineLoop(performer, new_attempt)
         self._thread: LoopThread[_InlineLoop] | None = None
-        self._starting = ProcessLock()
+        self._starting = threading.Lock()
         self._calls: set[RankProgress] = set()
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:

@@ -295,45 +295,6 @@ def as_ranks(
     return list(pool.map(run, sessions, timeout=300))
 
 
-def test_an_asynchronous_save_is_staged_in_each_process_and_loads(
-    pool, sessions, monkeypatch, tmp_path
-):
-    """What several ranks hold is shared out: each stages its part of it, and no more."""
-    everybodys = torch.arange(16 << 20, dtype=torch.float32)
-    small = [torch.full((7,), float(number)) for number in range(40)]
-    options = ray_dcp.SaveOptions(part_bytes=16 << 20)
-
-    def save(rank: int) -> Any:
-        state = {
-            "all": everybodys.clone(), f"own {rank}": torch.full((9,), rank), "step": 5,
-            "small": [one.clone() for one in small],
-        }  # fmt: skip
-        handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "a", options=options)
-        handle.staged(60)
-        for tensor in (state["all"], state[f"own {rank}"], *state["small"]):
-            tensor.zero_()
-        handle.committed(60)
-        return handle.report()
-
-    reports = as_ranks(pool, sessions, monkeypatch, save)
-    assert {report.staging for report in reports} == {"process"}, reports
-    total = everybodys.nbytes + 40 * 28 + NUM_RANKS * 72
-    assert sum(report.bytes_staged for report in reports) == total
-    assert all(report.bytes_staged > total / 4 for report in reports)
-
-    def load(rank: int) -> Any:
-        state = {
-            "all": torch.zeros(16 << 20), f"own {rank}": torch.zeros(9, dtype=torch.int64),
-            "step": 0, "small": [torch.zeros(7) for _ in small],
-        }  # fmt: skip
-        ray_dcp.load(state, checkpoint_id=tmp_path / "a")
-        same = torch.equal(state["all"], everybodys) and state["step"] == 5
-        same &= all(torch.equal(*pair) for pair in zip(state["small"], small, strict=True))
-        return same and state[f"own {rank}"].tolist() == [rank] * 9
-
-    assert as_ranks(pool, sessions, monkeypatch, load) == [True] * NUM_RANKS
-
-
 def test_cancelling_on_one_rank_fails_an_asynchronous_save_on_all(
     pool, sessions, monkeypatch, tmp_path
 ):
