@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import async_saves, hub, load, plan, single, storage, train, unchanged
+from tests.bench import async_saves, elastic, hub, load, plan, single, storage, train, unchanged
 
 
 def main() -> int:
@@ -13,8 +13,8 @@ def main() -> int:
     choices = parser.add_subparsers(dest="what", required=True)
     for what, module in (
         ("async", async_saves), ("day", async_saves), ("small", single), ("big", single),
-        ("hub", hub), ("load", load), ("plan", plan), ("storage", storage), ("train", train),
-        ("unchanged", unchanged),
+        ("elastic", elastic), ("hub", hub), ("load", load), ("plan", plan),
+        ("storage", storage), ("train", train), ("unchanged", unchanged),
     ):  # fmt: skip
         told = (module.__doc__ or "").replace("%", "%%")
         choice = choices.add_parser(what, description=told, help=told.partition("\n")[0])
@@ -35,6 +35,8 @@ def main() -> int:
             return async_saves.command(given) or 0
         case "small" | "big":
             return getattr(single, given.what)(given.rounds, given.dir) or 0
+        case "elastic":
+            return elastic.elastic(given.dir)
         case "load":
             return load.load(given.dir, given.ranks)
         case "plan":

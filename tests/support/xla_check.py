@@ -9,6 +9,7 @@ fails.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import ray_dcp
-from ray_dcp.xla import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner
+from ray_dcp.errors import MissingKeyError, ShapeMismatchError
+from ray_dcp.xla import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 from tests.support.xla_env import DEFAULT_PLACE, build
 
 INSIDE = "RAY_DCP_XLA_CHECK"
@@ -97,6 +99,17 @@ def check_round_trip(root: Path) -> None:
     assert ray_dcp.verify(root).ok
 
 
+def check_async(root: Path) -> None:
+    """What changes after `async_save` returned is not saved."""
+    given = state(2)
+    handle = ray_dcp.async_save(given, checkpoint_id=root, planner=SPMDSavePlanner())
+    given["plain"].add_(1000)
+    handle.result()
+    found = state(2, fill=False)
+    ray_dcp.load(found, checkpoint_id=root, planner=SPMDLoadPlanner())
+    check(found, 2)
+
+
 LOST = ("partial", "partial_y")
 """Tensors that torch_xla's own save planner does not save."""
 
@@ -156,6 +169,66 @@ def check_cpu_shards(root: Path) -> None:
     assert torch.equal(plain["partial"], state(6)["partial"].cpu())
 
 
+def check_resharding(root: Path) -> None:
+    """A tensor loads into another sharding."""
+    import torch_xla.distributed.spmd as xs
+
+    ray_dcp.save(state(5), checkpoint_id=root, planner=SPMDSavePlanner())
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    found = {"partial": xs.mark_sharding(torch.zeros(8, 4).to("xla"), mesh, (None, "x")),
+             "rows": torch.zeros(8, 6)}  # fmt: skip
+    ray_dcp.load(found, checkpoint_id=root, planner=SPMDLoadPlanner())
+    expected = state(5)
+    for name, value in found.items():
+        assert bool((value.cpu() == expected[name].cpu()).all()), name
+
+
+def check_refusals(root: Path) -> None:
+    """Another shape and a missing key are errors, and nothing is touched."""
+    import torch_xla.distributed.spmd as xs
+
+    ray_dcp.save({"w": state(1)["rows"]}, checkpoint_id=root, planner=SPMDSavePlanner())
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    for shape in ((12, 6), (4, 6)):
+        target = xs.mark_sharding(torch.full(shape, 7.0).to("xla"), mesh, ("x", None))
+        try:
+            ray_dcp.load({"w": target}, checkpoint_id=root, planner=SPMDLoadPlanner())
+        except ShapeMismatchError as error:
+            told = str(error)
+        else:
+            raise AssertionError(f"shape {shape} was loaded")
+        assert "(8, 6) stored" in told
+        assert bool((target.cpu() == 7).all())
+    try:
+        ray_dcp.load({"zz": target}, checkpoint_id=root, planner=SPMDLoadPlanner())
+    except MissingKeyError as error:
+        told = str(error)
+    else:
+        raise AssertionError("a missing key was loaded")
+    assert "zz" in told
+
+
+def check_manager(root: Path) -> None:
+    """torch_xla's manager calls, with its meaning; SIGTERM also where there is no TPU."""
+    manager = CheckpointManager(str(root), 10, max_to_keep=2)
+    saved = [manager.save(step, state(step)) for step in (0, 5, 10)]
+    assert saved == [True, False, True]
+    assert manager.save_async(20, state(20))
+    assert manager.save_async(20, state(20))  # again: replaced, not lost
+    manager.join()
+    assert manager.all_steps() == [10, 20], manager.all_steps()
+    found = state(fill=False)
+    assert manager.restore(10, found).step == 10
+    check(found, 10)
+    assert not manager.should_save(21)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert manager.should_save(22)
+    assert manager.save(22, state(22))
+    assert manager.reached_preemption(22)
+    assert not manager.save(23, state(23))
+    manager.close()
+
+
 def check_their_manager(root: Path) -> None:
     """Steps of torch_xla's manager are read, and stay when ours saves after them."""
     import torch_xla.experimental.distributed_checkpoint as theirs
@@ -175,9 +248,51 @@ def check_their_manager(root: Path) -> None:
     manager.close()
 
 
+def check_prime(root: Path) -> None:
+    """Priming changes no parameter and no step count; the state is sharded, and is loaded into."""
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+
+    def model():
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 4).to("xla")
+        xs.mark_sharding(layer.weight, mesh, ("x", None))
+        return layer, torch.optim.AdamW(layer.parameters(), weight_decay=0.5)
+
+    layer, optimizer = model()
+    layer(torch.ones(2, 8).to("xla")).sum().backward()
+    optimizer.step()
+    torch_xla.sync()
+    with CheckpointManager(str(root), 1, chkpt_on_preemption=False) as manager:
+        manager.save(1, {"m": layer.state_dict(), "o": optimizer.state_dict()})
+        fresh, fresh_optimizer = model()
+        before = {name: value.cpu().clone() for name, value in fresh.state_dict().items()}
+        sharding = sharding_of(fresh.weight)
+        assert prime_optimizer(fresh_optimizer) is fresh_optimizer
+        for name, value in fresh.state_dict().items():
+            assert bool((value.cpu() == before[name]).all()), name
+        assert sharding_of(fresh.weight) == sharding != ""
+        primed = fresh_optimizer.state[fresh.weight]
+        assert float(primed["step"]) == 0.0
+        assert not primed["exp_avg"].cpu().any()
+        assert sharding_of(primed["exp_avg"]) == sharding
+        assert fresh.weight.grad is None
+        found = {"m": fresh.state_dict(), "o": fresh_optimizer.state_dict()}
+        manager.restore(1, found)
+        fresh.load_state_dict(found["m"])
+        fresh_optimizer.load_state_dict(found["o"])
+    for name, value in fresh.state_dict().items():
+        assert bool((value.cpu() == layer.state_dict()[name].cpu()).all()), name
+    now, then = fresh_optimizer.state[fresh.weight], optimizer.state[layer.weight]
+    assert float(now["step"]) == 1.0
+    assert bool((now["exp_avg_sq"].cpu() == then["exp_avg_sq"].cpu()).all())
+
+
 CHECKS = (
-    check_round_trip, check_theirs_to_ours, check_ours_to_theirs, check_cpu_shards,
-    check_their_manager,
+    check_round_trip, check_async, check_theirs_to_ours, check_ours_to_theirs, check_cpu_shards,
+    check_resharding, check_refusals, check_manager, check_their_manager, check_prime,
 )  # fmt: skip
 
 
