@@ -285,3 +285,16 @@ def test_a_watched_storage_begins_nothing_after_the_stop(url):
             begin()
     writer.abort()
     assert keys(url) == []
+
+
+def test_a_call_of_the_storage_during_which_the_save_was_stopped_does_not_succeed(url):
+    progress = RankProgress()
+
+    class Stopping(MemoryStorage):
+        def read(self, key, start=0, num_bytes=None):
+            progress.stop.because(ParticipantError("elsewhere"))
+            return b""
+
+    storage = WatchedStorage(Stopping(url.removeprefix("memory://")), progress)
+    with pytest.raises(SaveCancelledError, match="elsewhere"):
+        storage.read("x")

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import ray_dcp
 from ray_dcp import saving
-from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
+from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Left, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import rank_save, socket_session
@@ -145,6 +145,14 @@ def test_a_rank_that_does_not_come_back_is_named_before_it_calls_and_while_it_do
         assert isinstance(reply, ParticipantError)
         assert reply.rank == 2
         assert "rank 2 to take part, but it was lost: its process (pid " in reply.message
+
+
+def test_a_rank_that_leaves_an_operation_fails_it_for_the_others(pool, sessions):
+    early = [pool.submit(exchange, session) for session in sessions[:2]]
+    assert eventually(lambda: end_of(sessions[1]).unanswered)
+    sessions[2].leave(Left(sessions[2].next_key(), "KeyboardInterrupt on rank 2"), 60.0)
+    for reply in [one.result(60) for one in early]:
+        assert "KeyboardInterrupt on rank 2" in reply.message
 
 
 def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(pool, sessions):
