@@ -182,6 +182,7 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
         FileExistsError: `create` is set and the name exists.
         OSError: Any other failure.
     """
+    directory = os.path.dirname(path) or os.curdir
     try:
         if create:
             _link(temp, path)
@@ -191,10 +192,10 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
         # Why: the caller relies on the existing file, whose writer may have died before it made
         # the name durable.
         if sync:
-            sync_directory(os.path.dirname(path))
+            sync_directory(directory)
         raise
     if sync:
-        sync_directory(os.path.dirname(path))
+        sync_directory(directory)
 
 
 def _link(temp: str, path: str) -> None:

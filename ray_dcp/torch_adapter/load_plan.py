@@ -206,7 +206,7 @@ class Placing:
             or target.storage_offset()
             or not target.data_ptr()
         ]:
-            if (reason := lost_memory(target)) is not None:
+            if (reason := no_target_reason(target) or lost_memory(target)) is not None:
                 fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is target)
                 self._unsupported.append(f"{fqn!r} {reason}")
         rows = np.array(numbers, np.int64)

@@ -79,12 +79,17 @@ def rank_plan(*files, rank=0):
     return RankPlan(rank=rank, files=tuple(files))
 
 
+def no_deferred(row):
+    raise AssertionError(f"row {row} of a plan without deferred items")
+
+
 def write_file(storage, plan, attempt, *, source, deferred, sync=True):
     """Writes one file; returns its receipt."""
     options = SaveOptions(sync_files=sync)
     (receipt,) = write_part(
-        storage, rank_plan(plan), attempt, source=source, deferred=deferred, options=options
-    )
+        storage, rank_plan(plan), attempt, source=source, deferred=deferred or no_deferred,
+        options=options,
+    )  # fmt: skip
     return receipt
 
 

@@ -255,6 +255,18 @@ def test_files_of_an_earlier_conversion_or_save_are_not_left_beside_the_new_ones
     assert {name: value[0].item() for name, value in found.items()} == {"a": 2.0, "b": 2.0}
 
 
+def test_paths_without_a_folder_are_those_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id="c")
+    ray_dcp.dcp_to_torch_save("c", "w.pt")
+    ray_dcp.torch_save_to_dcp("w.pt", "again")
+    ray_dcp.dcp_to_safetensors("again", "hf")
+    assert load_file("hf/model-00001-of-00001.safetensors")["w"].tolist() == [1.0, 1.0]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 # --- the reader ---------------------------------------------------------------------------------
 
 
