@@ -182,7 +182,7 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
         FileExistsError: `create` is set and the name exists.
         OSError: Any other failure.
     """
-    directory = os.path.dirname(path) or os.curdir
+    directory = os.path.dirname(path) or "."
     try:
         if create:
             _link(temp, path)
