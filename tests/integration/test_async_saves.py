@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def survived(ranks, path: Path) -> None:
 
 
 @pytest.mark.parametrize("victims", [(0,), (0, 1)], ids=["rank 0", "all ranks"])
-def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims):
+def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, monkeypatch, victims):
     path = tmp_path / "c"
+    # The rank that is left waits for the commit, and nothing is written before the gate.
+    monkeypatch.setattr(ranks, "options", replace(ranks.options, release_s=2.0))
     with pytest.raises(ParticipantError, match="died"):
         ranks.run(partial(programs.save_large, str(path), 5, victims=victims))
     assert not list(path.glob("__*.distcp"))
