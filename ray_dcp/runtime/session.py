@@ -5,7 +5,7 @@ process group, with one broadcast and one gather. After that no operation uses t
 was named, it is a `RaySession`, else a `SocketSession`; a process that is alone has an
 `InlineSession`. A session only carries messages to the coordinator and replies back.
 
-`longest_s` is the outermost bound of a rank's calls, longer than all deadlines of the coordinator:
+`longest_s` is the outermost bound of a rank's call, longer than all deadlines of the coordinator:
 for a coordinator that sends heartbeats but never answers. One that is dead or frozen is detected
 long before (`heartbeat`).
 
@@ -60,27 +60,32 @@ MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds. The
 coordinator knows which ranks are missing, so its error is the better one."""
 
-_PHASES = 5
-"""Most phases of one operation that have the deadline `plan_timeout_s`, and as many that have
-`commit_timeout_s`."""
+_PLAN_PHASES = 5
+"""Phases between a join and its reply, each with the deadline `plan_timeout_s`: all ranks join,
+some send their rows, twice at most, the storage is read, the plan is made."""
+_OPEN_PHASES = 3
+"""The same for a load: all ranks join, the storage is read, and one to spare."""
+_COMMIT_PHASES = 5
+"""Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 _REMEMBERED = 16
-"""Number of operations whose bounds are remembered."""
+"""Number of operations whose options are remembered."""
 
 
-def longest_s(options: SaveOptions | LoadOptions) -> float:
-    """Returns how long the coordinator may take for an operation before it counts as lost.
+def longest_s(request: Request, options: SaveOptions | LoadOptions) -> float:
+    """Returns how long the coordinator may take to answer before it counts as lost, in seconds.
 
     Args:
-        options: Options of the save or load.
-
-    Returns:
-        Seconds: the sum of all deadlines of the operation, and `MARGIN_S`.
+        request: A request of a rank.
+        options: Options of its operation.
     """
+    if isinstance(request, Exchange):
+        return request.timeout_s + MARGIN_S
+    if isinstance(request, Opening):
+        phases = _OPEN_PHASES if isinstance(options, LoadOptions) else _PLAN_PHASES
+        return phases * options.plan_timeout_s + MARGIN_S
     if isinstance(options, LoadOptions):
-        own_s = options.read_timeout_s
-    else:
-        own_s = options.write_timeout_s + _PHASES * options.commit_timeout_s
-    return _PHASES * options.plan_timeout_s + own_s + MARGIN_S
+        return options.plan_timeout_s + options.read_timeout_s + MARGIN_S
+    return options.write_timeout_s + _COMMIT_PHASES * options.commit_timeout_s + MARGIN_S
 
 
 class Session(ABC):
@@ -121,7 +126,7 @@ class Session(ABC):
         self._lock = threading.Lock()
         self._next_seq, self.skipped_calls = 0, 0
         self.plans, self.history = PlanMemory(), RunHistory()
-        self._longest_s: dict[OpKey, float] = {}
+        self._options: dict[OpKey, SaveOptions | LoadOptions] = {}
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
@@ -188,12 +193,10 @@ class Session(ABC):
 
     def _bound_s(self, request: Request) -> float:
         """Returns how long the coordinator may take to answer, in seconds."""
-        if isinstance(request, Exchange):
-            return request.timeout_s + MARGIN_S
-        if isinstance(request, Opening):
-            kept = [*self._longest_s.items()][-_REMEMBERED:]
-            self._longest_s = dict([*kept, (request.key, longest_s(request.options))])
-        return self._longest_s.get(request.key) or longest_s(SaveOptions())
+        if isinstance(request, Opening) and not isinstance(request, Exchange):
+            kept = [*self._options.items()][-_REMEMBERED:]
+            self._options = dict([*kept, (request.key, request.options)])
+        return longest_s(request, self._options.get(request.key) or SaveOptions())
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Fails a save on all ranks with `SaveCancelledError`, unless its commit has begun.
