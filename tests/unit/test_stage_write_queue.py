@@ -331,6 +331,8 @@ def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monke
     real = Link.put
     monkeypatch.setattr(Link, "put", put)
     monkeypatch.setattr("ray_dcp.runtime.staging.copying_threads", lambda: 2)
+    # Why: a report waits for the windows before it, and on a slow machine one is due at once.
+    monkeypatch.setattr("ray_dcp.runtime.staging.REPORT_S", 1e9)
     what = share([5000] * 1600)
     what.written(places[1])
     node = Node(8)
