@@ -118,6 +118,7 @@ def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
 def main(what: str, folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    victim = ""
     if what == "reshard":
         facts = reshard(folder)
     else:
@@ -131,11 +132,12 @@ def main(what: str, folder: str) -> None:
         dist.barrier()
         facts = struck(what, folder, rank == int(victim))
     print(json.dumps({"rank": rank, **facts}), flush=True)
-    if what != "reshard":
-        # Why wait: who ends first would be one more that died, and rank 0 the coordinator as well.
-        Path(folder, f"done-{rank}").touch()
-        others = [Path(folder, f"done-{other}") for other in range(dist.get_world_size())]
-        eventually(lambda: all(one.exists() for one in others if one.name != f"done-{victim}"))
+    # Why wait: who ends first would be one more that died, rank 0 the coordinator as well, and
+    # would close connections of the group that others still read.
+    Path(folder, f"done-{rank}").touch()
+    waited_for = [Path(folder, f"done-{one}") for one in range(dist.get_world_size())]
+    eventually(lambda: all(one.exists() for one in waited_for if one.name != f"done-{victim}"))
+    if victim:
         os._exit(0)  # the process group would wait for the dead
     dist.destroy_process_group()
 
