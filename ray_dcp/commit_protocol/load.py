@@ -25,7 +25,7 @@ does not start them in the order in which they were sent:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ray_dcp.commit_protocol.commands import (
@@ -143,8 +143,8 @@ class LoadMachine(Operation):
                 options = self._options
                 within_s = min(SHARE_S, options.plan_timeout_s, options.read_timeout_s)
                 return self._step("sharing", sharing, within_s)
-        sums = map(sum, zip(*(astuple(counts) for counts in self._done), strict=True))
-        return (*self._conclude(LoadOutcome(ReadCounts(*sums))), *self._end("done"))
+        outcome = LoadOutcome(ReadCounts.total(self._done))
+        return (*self._conclude(outcome), *self._end("done"))
 
     def _proceed(self, shares: ReadShares | None, untaken: Untaken | None = None) -> Commands:
         self._needs.clear()

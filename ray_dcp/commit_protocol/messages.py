@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -369,6 +369,11 @@ class ReadCounts:
     """Bytes received from other ranks; not part of `bytes_read`."""
     bytes_read_instead: int = 0
     """The part of `bytes_read` that other ranks should have sent but did not."""
+
+    @classmethod
+    def total(cls, counts: Iterable[ReadCounts]) -> ReadCounts:
+        """Returns the sum."""
+        return cls(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 @dataclass(frozen=True)

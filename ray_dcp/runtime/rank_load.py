@@ -176,15 +176,15 @@ class RankLoad:
             checkpoint, error = result_or_error(partial(self.checkpoint, go), "opening", rank)
             work: Targets | None = None
             prepared: Prepared | None = None
+            tried: ReadCounts | None = None
             if checkpoint is not None:
                 work, read_plan, error = yield from _planned(self.plan, checkpoint, rank)
                 if work is not None and read_plan is not None:
                     prepare = partial(self.prepare, checkpoint, work, read_plan)
                     prepared, error = result_or_error(prepare, "planning the reads", rank)
                 if work is not None and error is None:
-                    compare = partial(self.compare_overlaps, checkpoint, work)
-                    what = "comparing targets that share memory"
-                    _, error = result_or_error(compare, what, rank)
+                    try_out = partial(self.load_trials, checkpoint, work)
+                    tried, error = result_or_error(try_out, "checking what is stored", rank)
             progress.enter(PLAN)
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
@@ -198,7 +198,7 @@ class RankLoad:
                 raise error or reply_error(proceed, rank)
             fill = partial(self.fill, checkpoint, work, prepared, proceed)
             counts, error = result_or_error(fill, "reading", rank)
-            counts = counts or ReadCounts()
+            counts = ReadCounts.total([counts or ReadCounts(), tried or ReadCounts()])
             progress.count(counts.bytes_read)
             progress.memory_bytes += counts.bytes_from_memory
             progress.enter(FINISH)
@@ -283,21 +283,29 @@ class RankLoad:
 
         return self._in_time(prepare, "find what is stored")
 
-    def compare_overlaps(self, checkpoint: Checkpoint, work: Targets) -> None:
-        """Checks that targets that share memory receive the same values; changes no target.
+    def load_trials(self, checkpoint: Checkpoint, work: Targets) -> ReadCounts:
+        """Reads the values that show whether the rest can be loaded; changes no target.
 
         Args:
             checkpoint: The checkpoint.
             work: The values to load, prepared.
 
+        Returns:
+            Bytes of this rank that `fill` does not read again.
+
         Raises:
-            StateDictError: Some targets receive different values.
-            CheckpointError: The values to compare can't be read.
+            StateDictError: Targets that share memory receive different values, or the groups of an
+                optimizer do not fit.
+            CheckpointError: The values can't be read.
         """
+        total = ReadCounts()
         for trial in work.trials():
             read_plan = plan_reads(checkpoint.table, trial.wanted)
             prepared = self.prepare(checkpoint, trial, read_plan)
-            self._fill(self._storage, checkpoint, trial, prepared, step=COMPARE)
+            counts = self._fill(self._storage, checkpoint, trial, prepared, step=COMPARE)
+            if trial is work.decisive:
+                total = counts
+        return total
 
     def needs(self, prepared: Prepared) -> ReadNeeds | None:
         """Returns the reads that this rank can share with others; None if it reads for itself.

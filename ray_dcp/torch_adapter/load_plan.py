@@ -10,7 +10,7 @@ If a target has another shape than the stored tensor, and `LoadOptions.resize` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -104,6 +104,7 @@ class Placing:
     Attributes:
         table: The chunk table; its chunks are not used before `take_chunks`.
         options: Options of the load.
+        decisive: FQNs of objects that are loaded before any target changes.
         raw: Boxes of raw tensor bytes.
         opaque: Boxes of tensors whose chunks only `torch.load` understands.
         objects: `(number in the table, FQN, place)` of Python objects.
@@ -112,9 +113,12 @@ class Placing:
         resized: `(FQN, stored shape, target shape)` of targets that `options.resize` lets differ.
     """
 
-    def __init__(self, table: ChunkTable, options: LoadOptions) -> None:
+    def __init__(
+        self, table: ChunkTable, options: LoadOptions, decisive: Collection[str] = ()
+    ) -> None:
         self.table = table
         self.options = options
+        self.decisive = decisive
         self.raw, self.opaque = Boxes(), Boxes()
         self.objects: list[tuple[int, str, Place]] = []
         self.loaded: list[str] = []
@@ -247,9 +251,22 @@ class Placing:
     def object_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
         """Yields the chunk of each object and `PerRank` value, and the taker of its bytes."""
         for place, (number, fqn, _) in enumerate(self.objects):
-            yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
+            if fqn not in self.decisive:
+                yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
         for number, fqn in own.numbers:
             yield int(self._first_chunk[number]), self._taker(fqn, partial(own.take, number))
+
+    def decisive_takers(self) -> Iterator[tuple[int, ObjectTaker]]:
+        """Yields the chunk of each object that is in `decisive`, and the taker of its bytes."""
+        for place, (number, fqn, _) in enumerate(self.objects):
+            if fqn in self.decisive:
+                yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
+
+    def put_decisive(self) -> None:
+        """Stores the objects that are in `decisive` in their containers."""
+        for number, (_, fqn, (parent, key)) in enumerate(self.objects):
+            if fqn in self.decisive:
+                parent[key] = self._placed[number]
 
     def without_chunk(self, own: OwnValues) -> list[str]:
         """Returns the FQNs of objects that have no stored chunk."""
@@ -469,7 +486,8 @@ def plan_targets(
     if stateful:
         stored = Stored.of_table(table, index)
         loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
-    placing = Placing(table, options)
+    decisive = set() if loaded is None else set().union(*loaded.decisive.values())
+    placing = Placing(table, options, decisive)
     with collector_paused():
         values = state_dict if loaded is None else loaded.values
         if flatten_state_dict:
@@ -503,6 +521,11 @@ def plan_targets(
             loaded.put_back(state_dict)
             late.extend(loaded.casts)
 
+    def check_groups() -> None:
+        placing.put_decisive()
+        if loaded is not None:
+            loaded.check_groups()
+
     with collector_paused():
         return Targets(
             placing.table,
@@ -510,6 +533,8 @@ def plan_targets(
             placing.raw,
             placing.opaque,
             objects=placing.object_takers(own),
+            decisive=placing.decisive_takers(),
+            decide=check_groups,
             without_chunk=placing.without_chunk(own),
             finish=finish,
             loaded=(*placing.loaded, *own.loaded, *tied),

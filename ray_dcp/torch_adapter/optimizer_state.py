@@ -120,11 +120,14 @@ class OptimizerTargets:
         state: The targets; None if the checkpoint has the whole state as one object.
         left: Names in it that are read, but do not belong to this optimizer.
         is_whole: Whether the loaded state replaces all state of the optimizer.
+        decisive: Names of objects in it that have to be loaded before any target changes:
+            `check_groups` then finds whether the rest fits.
     """
 
     state: Any
     left: set[str] = field(default_factory=set)
     is_whole: bool = False
+    decisive: set[str] = field(default_factory=set)
 
 
 def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> Any:
@@ -272,7 +275,8 @@ class _Named:
             part, _, rest = name.partition(".")
             parts.setdefault(part, {})[rest] = item
         tree: dict[str, Any] = {"state": {}}
-        left = self._ask_groups(parts.pop("param_groups"), tree)
+        groups_items = parts.pop("param_groups")
+        left = self._ask_groups(groups_items, tree)
         others = self._ask_state(parts.pop("state"), tree["state"])
         self._ask_others(tree["state"], others)
         if OTHER_STATE in parts:
@@ -283,7 +287,16 @@ class _Named:
                 for rest, item in rests.items():
                     path = (part, *_tail(item.path, rest)) if rest else (part,)
                     set_by_path(tree, path, self._target(None, path, item, None))
-        return OptimizerTargets(tree, left, self._is_whole)
+        return OptimizerTargets(tree, left, self._is_whole, self._decisive(groups_items))
+
+    def _decisive(self, items: Mapping[str, StoredValue]) -> set[str]:
+        """Returns the names of the objects of groups, if the groups might not fit the optimizer's.
+
+        One group of named parameters always fits one.
+        """
+        is_simple = self._num_stored == 1 == len(self._numbers) and self._table is self._by_name
+        objects = (rest for rest, item in items.items() if item.dtype is None)
+        return set() if is_simple else {f"{self._key}.param_groups.{rest}" for rest in objects}
 
     def _numbered(self) -> list[tuple[Any, Any]]:
         """Returns each of the optimizer's own numbers with its parameter."""
@@ -426,6 +439,23 @@ class _Named:
         return torch.empty(item.shape, dtype=item.dtype, device=device)
 
     # --- setting loaded state --------------------------------------------------------------------
+
+    def check_groups(self, state: Mapping[str, Any]) -> None:
+        """Checks that the stored groups fit those of the optimizer; changes nothing.
+
+        Args:
+            state: The targets, with all `OptimizerTargets.decisive` in place.
+
+        Raises:
+            StateDictError: They do not fit.
+        """
+        # Why without tensors: they are not loaded yet.
+        self._matched(
+            [
+                {k: v for k, v in group.items() if not isinstance(v, torch.Tensor)}
+                for group in state["param_groups"]
+            ]
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         packed = self._packed(state_dict)

@@ -47,11 +47,22 @@ class LoadTargets:
     """Names that are read, but belong to nothing in the state dict."""
     whole: list[str] = field(default_factory=list)
     """Keys whose state the load replaces completely."""
+    decisive: dict[str, set[str]] = field(default_factory=dict)
+    """Names of objects that have to be loaded before `check_groups`, by the keys of optimizers."""
 
     @property
     def casts(self) -> list[Cast]:
         """Values that optimizers hold in another dtype than the loaded one."""
         return [cast for part in self.optimizers for cast in part.casts]
+
+    def check_groups(self) -> None:
+        """Checks the groups of optimizers whose `decisive` objects are in place; changes nothing.
+
+        Raises:
+            StateDictError: Groups do not fit.
+        """
+        for key in self.decisive:
+            self.parts[key].check_groups(self.values[key])
 
     def put_back(self, state_dict: MutableMapping[str, Any]) -> None:
         """Passes the loaded state to the `Stateful` values, and replaces all other values.
@@ -151,6 +162,8 @@ def stateful_to_load_targets(
             parts[key], targets.values[key] = part, asked.state
             targets.optimizers.append(part)
             targets.left.update(asked.left)
+            if asked.decisive:
+                targets.decisive[key] = asked.decisive
             targets.whole.extend([str(key)] if asked.is_whole else [])
         else:
             parts[key], targets.values[key] = _asked(key, value, part, stored)

@@ -61,6 +61,8 @@ class Targets:
         raw: Boxes of raw tensor bytes, and their sink.
         opaque: Boxes of tensors whose chunks only `torch.load` understands, and their sink.
         objects: `(chunk, taker)` of Python objects.
+        decisive: `(chunk, taker)` of further objects, which have to be loaded before the others.
+        decide: Called when they are loaded; raises if the rest can't be loaded.
         without_chunk: FQNs of objects that have no stored chunk.
         finish: Stores objects and new tensors in the state dict, and calls `load_state_dict` of
             every top-level `Stateful`.
@@ -71,6 +73,7 @@ class Targets:
         wanted: The boxes of raw tensor bytes.
         sink: The memory that they are written to.
         objects: `(chunk, taker of its verified bytes)` for Python objects and opaque boxes.
+        decisive: The first of `trials`: the load of the `decisive` objects, or None.
         loaded: FQNs that are loaded, in order of the state dict.
         missing: FQNs that the checkpoint lacks (only with `strict=False`).
         unexpected: FQNs of the checkpoint that the state dict does not request.
@@ -88,6 +91,8 @@ class Targets:
         opaque: Boxes,
         *,
         objects: Iterable[tuple[int, ObjectTaker]] = (),
+        decisive: Iterable[tuple[int, ObjectTaker]] = (),
+        decide: Callable[[], None] = _nothing,
         without_chunk: Sequence[str] = (),
         finish: Callable[[], None] = _nothing,
         late_cast: Sequence[Cast] = (),
@@ -110,6 +115,10 @@ class Targets:
         self._subclassed: set[int] = set()
         self._without_chunk = without_chunk
         self.objects = (*objects, *self._opaque_takers())
+        early = tuple(decisive)
+        self.decisive = None
+        if early:
+            self.decisive = Targets(table, options, Boxes(), Boxes(), objects=early, finish=decide)
         self.finish = finish
         self._late_cast = late_cast
         self.loaded, self.missing, self.unexpected = loaded, missing, unexpected
@@ -263,14 +272,17 @@ class Targets:
     # --- names of one memory ---------------------------------------------------------------------
 
     def trials(self) -> Iterator[Targets]:
-        """Yields loads that show whether names of one memory get the same values.
+        """Yields loads whose values show whether the rest can be loaded.
 
-        Each must be loaded before the next one is requested; none of them changes a target. Rows of
-        opaque boxes are numbered after those of raw boxes here.
+        These are the `decisive` objects, and the values of names that share memory. Each load must
+        be finished before the next one is requested; none of them changes a target.
 
         Raises:
-            StateDictError: Such names get different values for one place.
+            StateDictError: Names get different values for one place of memory.
         """
+        if self.decisive is not None:
+            yield self.decisive
+        # Rows of opaque boxes are numbered after those of raw boxes here.
         differ: dict[tuple[str, str], None] = {}
         names = [*self.sink.names, *self._opaque_sink.names]
         sinks = (self.sink, self._opaque_sink)

@@ -210,10 +210,28 @@ def test_what_does_not_fit_is_refused(
     state, other = made(of), made(to, 2)
     step(state, steps)
     save({key: state[key] for key in saved}, tmp_path / "c")
-    before = held(other)
+    step(other)
+    before = held(other), [p.tolist() for p in other["m"].parameters()]
     with pytest.raises((MissingKeyError, StateDictError), match=told):
         load({key: other[key] for key in into}, tmp_path / "c")
-    assert held(other) == before
+    assert (held(other), [p.tolist() for p in other["m"].parameters()]) == before
+
+
+def test_groups_that_do_not_fit_on_one_rank_change_no_target_of_another(tmp_path: Path):
+    state = made(grouped(2, 2))
+    step(state)
+    save(state, tmp_path / "c")
+
+    def load_one(rank: int) -> None:
+        other = made(grouped(3, 1) if rank else grouped(2, 2), seed=2)
+        step(other)
+        before = held(other), [p.tolist() for p in other["m"].parameters()]
+        with pytest.raises(StateDictError, match="in 2 groups with other options") as caught:
+            ray_dcp.load(other, checkpoint_id=tmp_path / "c")
+        assert caught.value.rank == 1
+        assert (held(other), [p.tolist() for p in other["m"].parameters()]) == before
+
+    on_ranks(load_one)
 
 
 def test_numbers_are_not_taken_for_names_of_parameters_in_a_list(tmp_path: Path):
