@@ -35,8 +35,13 @@ from torch.serialization import set_default_mmap_options, skip_data
 from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
-from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
-from ray_dcp.io.plain_files import INDEX_NAME, plain_files
+from ray_dcp.io.checkpoint import (
+    INDEX_NAME,
+    CheckpointReplacedError,
+    find_checkpoint,
+    plain_files,
+    read_checkpoint,
+)
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.loading import load

@@ -25,7 +25,7 @@ from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.stage.orders import InFlight, StagedWindow
 from ray_dcp.stage.staged_memory import WindowBytes, runs_of
-from ray_dcp.stage.tier_index import Part, TierEntry, TierFile, cut, registered_name
+from ray_dcp.stage.windows import Part, TierEntry, TierFile, cut, registered_name
 from ray_dcp.store.storage import Storage, StorageWrapper
 
 ANSWER_S = 10.0

@@ -49,7 +49,7 @@ from ray_dcp.stage.orders import (
     Unknown,
 )
 from ray_dcp.stage.staged_memory import runs_of
-from ray_dcp.stage.tier_index import Part, TierEntry, registered_name
+from ray_dcp.stage.windows import Part, TierEntry, registered_name
 from ray_dcp.stage.write_queue import WriteQueue
 
 

@@ -30,7 +30,6 @@ from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
-from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.orders import (
     Grant,
     InFlight,
@@ -41,9 +40,16 @@ from ray_dcp.stage.orders import (
     StageReport,
     Unknown,
 )
-from ray_dcp.stage.staged_memory import WindowBytes
-from ray_dcp.stage.tier_index import Part, TierEntry, TierFile, kept_file, too_many
-from ray_dcp.stage.windows import StagingLayout, lay_out_windows
+from ray_dcp.stage.staged_memory import Room, WindowBudget, WindowBytes
+from ray_dcp.stage.windows import (
+    Part,
+    StagingLayout,
+    TierEntry,
+    TierFile,
+    kept_file,
+    lay_out_windows,
+    too_many,
+)
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 

@@ -11,7 +11,7 @@ import ray_dcp
 from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.worker_group import WorkerGroup
-from ray_dcp.stage.tier_index import registered_name
+from ray_dcp.stage.windows import registered_name
 from tests.integration.test_memory_tier import spoil
 from tests.support.daemons import NODE, Daemons
 from tests.support.processes import eventually

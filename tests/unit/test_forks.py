@@ -29,7 +29,7 @@ HANDLED = {
     "runtime.staging._scratch": "begins anew; the memory is private",
     "store.remote._LOCK": "a new one",
     "store.local._LOCK": "a new one",
-    "store.memory._LOCK": "a new one; the content is copied",
+    "store.storage._LOCK": "a new one; the content is copied",
     "store.object_stores._LOCK": "a new one; obstore is refused, without its threads",
     "integrations.train.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
 }  # fmt: skip

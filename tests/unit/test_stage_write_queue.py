@@ -26,8 +26,7 @@ from ray_dcp.runtime import staging
 from ray_dcp.runtime.staging import transfer
 from ray_dcp.stage import write_queue
 from ray_dcp.stage.orders import StagedWindow, StageKey
-from ray_dcp.stage.tier_index import too_many
-from ray_dcp.stage.windows import HostFiller
+from ray_dcp.stage.windows import HostFiller, too_many
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import PublishedFile

@@ -23,8 +23,7 @@ from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, AwakeClock, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.coordinator import Coordinator
-from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
+from ray_dcp.runtime.coordinator import Coordinator, StagedPlans, StagerWatch
 from ray_dcp.runtime.stager import REPORT_TRIES, deliver
 from ray_dcp.stage.orders import StageKey, StageProgress, StageReport
 from tests.support.protocol import KEY

@@ -12,9 +12,9 @@ from pyarrow import fs as arrow
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import ObjectOptions
+from ray_dcp.store.storage import MemoryStorage
 from ray_dcp.testing import StorageConformance
 from tests.support.storages import FaultyStorage, race_often
 

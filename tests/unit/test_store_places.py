@@ -18,10 +18,10 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
+from ray_dcp.store.storage import MemoryStorage
 
 SECRET = "hush-hush-secret"
 S3 = {"access_key_id": "k", "secret_access_key": SECRET, "endpoint": "http://127.0.0.1:9"}
