@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ray_dcp.core.checksums import CHECK_BYTES, digest_bytes, end_checks
-from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.processes import at_once, collector_paused, run_tasks
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind, box_text, pad, padded, widen, within
 from ray_dcp.errors import (
     CheckpointError,
@@ -81,10 +81,9 @@ from ray_dcp.format.table import (
 from ray_dcp.format.torch_items import NeedMoreBytes
 from ray_dcp.io.reader import Transforms
 from ray_dcp.io.records import Deciding, read_again, read_slots, used_slots
-from ray_dcp.io.threads import at_once, run_tasks, threads_for
 from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.reads import Wanted
-from ray_dcp.store.storage import Entry, KeyMissingError, Storage
+from ray_dcp.store.storage import Entry, KeyMissingError, Storage, threads_for
 
 _HEAD_BYTES = 64 << 10
 INDEX_NAME = "model.safetensors.index.json"

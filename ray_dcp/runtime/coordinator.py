@@ -47,22 +47,22 @@ from ray_dcp.commit_protocol.messages import (
     Request,
     SaveStaged,
 )
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import (
+from ray_dcp.options import check_above_0
+from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
+from ray_dcp.runtime.ray_calls import Caller
+from ray_dcp.runtime.session import (
     MOST_CALLS,
     NAMESPACE,
     coordinator_name,
     pulse_name,
     staged_plan_name,
 )
-from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
-from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.stage.orders import StageReport
 
 logger = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class StagedPlans:
                     if key not in self._coordination.active:
                         del self._saved[key]
                         with suppress(CheckpointError, RayError):
-                            await asyncio.to_thread(ray_private.remember, self._name(key), "")
+                            await asyncio.to_thread(ray_calls.remember, self._name(key), "")
                         continue
                     await self._ask_stagers(key, saved)
                     await self._keep(key, saved)
@@ -280,7 +280,7 @@ class StagedPlans:
     async def resume(self) -> None:
         """Resumes the saves that an earlier coordinator of this name planned and did not end."""
         prefix = staged_plan_name(self._actor)
-        for name in await asyncio.to_thread(ray_private.names_from, prefix):
+        for name in await asyncio.to_thread(ray_calls.names_from, prefix):
             if not name.removeprefix(prefix).partition(":")[0].isdigit():
                 continue  # of a coordinator whose name begins with this one's
             try:
@@ -295,7 +295,7 @@ class StagedPlans:
             return
         text = json.dumps([saved.plan, *saved.holders])
         try:
-            await asyncio.to_thread(ray_private.remember, self._name(key), text)
+            await asyncio.to_thread(ray_calls.remember, self._name(key), text)
             saved.kept = number
         except (CheckpointError, RayError) as error:
             logger.warning(
@@ -307,7 +307,7 @@ class StagedPlans:
             )
 
     async def _resume(self, name: str) -> None:
-        text = await asyncio.to_thread(ray_private.recall, name)
+        text = await asyncio.to_thread(ray_calls.recall, name)
         if not text:
             return
         plan, *holders = json.loads(text)
@@ -386,7 +386,7 @@ class Membership:
 
     def __init__(self, name: str) -> None:
         self._key = f"roster:{name}"
-        kept = json.loads(ray_private.recall(self._key) or "[]")
+        kept = json.loads(ray_calls.recall(self._key) or "[]")
         self._members: dict[Member, Caller] = {
             (session, rank): Caller(*caller) for session, rank, caller in kept
         }
@@ -416,7 +416,7 @@ class Membership:
         watched = dict(self._members)
         if not watched:
             return []
-        dead = await asyncio.to_thread(ray_private.gone, set(watched.values()))
+        dead = await asyncio.to_thread(ray_calls.gone, set(watched.values()))
         # A rank that spoke meanwhile may be another process by now.
         taken = [
             (session, rank, caller)
@@ -436,7 +436,7 @@ class Membership:
                 for (session, rank), caller in self._members.items()
             ]
             text = json.dumps(members) if members else ""
-            await asyncio.to_thread(ray_private.remember, self._key, text)
+            await asyncio.to_thread(ray_calls.remember, self._key, text)
 
     def clear(self) -> None:
         """Removes all ranks."""
@@ -622,7 +622,7 @@ class Coordinator(CoordinatorLoop):
 
     def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
         # Why not in a thread: nothing else runs before the constructor returns.
-        super().__init__(ray_private.next_epoch(name))
+        super().__init__(ray_calls.next_epoch(name))
         self._name = name
         self._lease_s = lease_s
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
@@ -635,7 +635,7 @@ class Coordinator(CoordinatorLoop):
         )
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        lives, me = ray_private.life_of(actor_id).num_restarts, ray_private.this_caller(os.getpid())
+        lives, me = ray_calls.life_of(actor_id).num_restarts, ray_calls.this_caller(os.getpid())
         self._ack = HeartbeatAck(actor_id, lives, str(me))
         if lives > 0:
             logger.warning(
@@ -724,7 +724,7 @@ class Coordinator(CoordinatorLoop):
                 # Suppressed: a rank that can't read it either goes by what it can reach.
                 with suppress(CheckpointError, RayError):
                     text = f"{self.epoch}:{number}" if active else ""
-                    await asyncio.to_thread(ray_private.remember, name, text)
+                    await asyncio.to_thread(ray_calls.remember, name, text)
                     self._has_pulse = active
 
     async def _resume(self) -> None:
@@ -772,7 +772,7 @@ class Coordinator(CoordinatorLoop):
         return not (busy or self._coordination.active)
 
 
-@ray_private.starting_no_ray()
+@ray_calls.starting_no_ray()
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
     """Returns the handle of a session's coordinator, and creates the actor if there is none.
 

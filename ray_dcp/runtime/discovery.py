@@ -24,15 +24,24 @@ from typing import Any
 
 from ray_dcp.commit_protocol.error_aggregation import combine, name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, group_name, named_address
+from ray_dcp.options import check_above_0
 from ray_dcp.runtime.rank_save import result_or_error
-from ray_dcp.runtime.session import JOB_KEY, Session, announce_connect, job_store, sessions
+from ray_dcp.runtime.session import (
+    JOB_KEY,
+    LEASE_S,
+    NAMESPACE,
+    Session,
+    announce_connect,
+    group_name,
+    job_store,
+    named_address,
+    sessions,
+)
 from ray_dcp.runtime.socket_session import forget_key, join_by_store
 
 LOOK_S = 10.0
@@ -288,9 +297,9 @@ def _train_session(lease_s: float) -> Session | None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    from ray_dcp.runtime import ray_private
+    from ray_dcp.runtime import ray_calls
 
-    ranks = ray_private.train_ranks()
+    ranks = ray_calls.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
     with sessions.making(_TrainGroup):

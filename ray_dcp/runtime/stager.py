@@ -30,12 +30,12 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.processes import pid_namespace
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import metrics, ray_calls, ray_private
-from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
-from ray_dcp.runtime.ray_private import Caller, store_bytes
+from ray_dcp.options import check_above_0
+from ray_dcp.runtime import metrics, ray_calls
+from ray_dcp.runtime.ray_calls import Caller, store_bytes
+from ray_dcp.runtime.session import NAMESPACE, stager_name
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
     Grant,
@@ -323,7 +323,7 @@ class Stager:
             callers = {*(rank.caller for rank in unseen.values()), *(who for who, _ in loads)}
             # Suppressed: Ray's tables did not answer; they are asked again.
             with suppress(CheckpointError, RayError):
-                dead = await asyncio.to_thread(ray_private.gone, callers) if callers else set()
+                dead = await asyncio.to_thread(ray_calls.gone, callers) if callers else set()
                 for name, rank in unseen.items():
                     if rank.caller in dead:
                         self._ended(name, rank.process)
@@ -365,7 +365,7 @@ class Stager:
         for attempt in self._registered ^ now:
             text = self._place.stager if attempt in now else ""
             name = registered_name(attempt, self._node_id)
-            await asyncio.to_thread(ray_private.remember, name, text)
+            await asyncio.to_thread(ray_calls.remember, name, text)
         self._registered = now
 
 
@@ -403,7 +403,7 @@ async def deliver(
     return None
 
 
-@ray_private.starting_no_ray()
+@ray_calls.starting_no_ray()
 def stager_of(
     node_id: str,
     *,

@@ -29,16 +29,15 @@ from ray.exceptions import RayError
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import pid_namespace
+from ray_dcp.core.processes import Stop, begin, pid_namespace
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, ParticipantError
-from ray_dcp.io.threads import Stop, begin
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
-from ray_dcp.runtime.coordinator_call import call_actor, check_ray
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.rank_save import Captured
+from ray_dcp.runtime.ray_calls import call_actor, check_ray
+from ray_dcp.runtime.session import LEASE_S, NAMESPACE
 from ray_dcp.runtime.stager import StagingAddress, stager_of
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
@@ -127,7 +126,7 @@ class ActorLink:
     def post(self, method: str, *arguments: Any) -> None:
         """Sends a call whose answer nobody waits for."""
         # Suppressed: that the stager is gone, or Ray, is found by the next call.
-        with suppress(Exception), ray_private.starting_no_ray(), ray_calls.inside():
+        with suppress(Exception), ray_calls.starting_no_ray(), ray_calls.inside():
             check_ray(self.stager)
             getattr(self.handle, method).remote(*arguments)
 
@@ -592,7 +591,7 @@ class RankStaging:
             with suppress(AttributeError, OSError):
                 pidfd = os.pidfd_open(place.pid)
         link = ActorLink(handle, place, pidfd)
-        caller = ray_private.this_caller(os.getpid())
+        caller = ray_calls.this_caller(os.getpid())
         link.call("enter", self.name, self._process, caller, pid, timeout_s=timeout_s)
         return link
 

@@ -29,8 +29,8 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
+from ray_dcp.core.processes import begin
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.io.threads import begin
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,

@@ -26,9 +26,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import start_thread
+from ray_dcp.core.processes import run_tasks, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
-from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
 from ray_dcp.stage.orders import (
     Grant,

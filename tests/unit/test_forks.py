@@ -22,7 +22,7 @@ HANDLED = {
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
     "runtime.rank_load._ended": "a new one; reads that hang do so in the parent",
     "runtime.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
-    "runtime.ray_private._asked": "of each thread",
+    "runtime.ray_calls._asked": "of each thread",
     "runtime.session.sessions": "refuse calls in a child",
     "runtime.staging_backend._memory": "begins anew; the memory is private",
     "stage.windows._helpers": "new threads",

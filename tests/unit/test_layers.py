@@ -43,7 +43,7 @@ HOMES = {
         {"runtime", "integrations"},
         {
             "runtime.coordinator_loop",
-            "runtime.inline",
+            "runtime.session",
             "runtime.rank_load",
             "runtime.rank_save",
             "runtime.socket_session",
@@ -75,7 +75,7 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo", "averaging"}
 # Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
     "store.object_stores": "keys and an endpoint that obstore takes from there, the clouds' files",
-    "runtime.actor_names": "RAY_ADDRESS",
+    "runtime.session": "RAY_ADDRESS",
     "runtime.worker_group": "the interface that gloo uses, which it sets",
 }
 

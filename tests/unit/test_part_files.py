@@ -12,9 +12,9 @@ import torch
 
 from ray_dcp import errors
 from ray_dcp.core.checksums import block_checks, digest
+from ray_dcp.core.processes import Stop, run_tasks
 from ray_dcp.io import read_jobs, reader
 from ray_dcp.io.reader import read_chunks
-from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.local import LocalStorage

@@ -22,7 +22,7 @@ from ray_dcp import InternalError
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, AwakeClock, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged
-from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.coordinator import Coordinator, StagedPlans, StagerWatch
 from ray_dcp.runtime.stager import REPORT_TRIES, deliver
 from ray_dcp.stage.orders import StageKey, StageProgress, StageReport
@@ -61,10 +61,10 @@ class Cluster:
         self.is_open.set()
         self.is_down = False
         monkeypatch.setattr(ray_calls, "get_actor", self._get_actor)
-        monkeypatch.setattr(ray_private, "remember", self._remember)
-        monkeypatch.setattr(ray_private, "recall", lambda name: self.store.get(name, ""))
+        monkeypatch.setattr(ray_calls, "remember", self._remember)
+        monkeypatch.setattr(ray_calls, "recall", lambda name: self.store.get(name, ""))
         monkeypatch.setattr(
-            ray_private,
+            ray_calls,
             "names_from",
             lambda prefix: [n for n in self.store if n.startswith(prefix)],
         )

@@ -17,6 +17,7 @@ import botocore.tokens
 import pytest
 
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
+from ray_dcp.store import object_stores
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_stores import make_store, tried
 from ray_dcp.store.opening import open_storage
@@ -244,7 +245,7 @@ def test_a_profile_that_can_not_be_used_is_told(home, options, message):
 
 
 def test_without_boto3_a_profile_is_not_read_and_the_package_is_named(cloud, home, monkeypatch):
-    monkeypatch.setattr(credentials, "_is_installed", lambda module: False)
+    monkeypatch.setattr(object_stores, "_is_installed", lambda module: False)
     with pytest.raises(InvalidRequestError, match="pip install boto3"):
         open_storage(Location("s3://no-boto/run", {"profile": "default"}))
     profile(home, "default", "KEY")

@@ -14,6 +14,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
 
 from ray_dcp.errors import StorageError, StorageRefusedError
+from ray_dcp.store import storage as store_module
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions
@@ -92,7 +93,7 @@ class Server(MemoryStorage):
 
 @pytest.fixture
 def hidden_keys(monkeypatch):
-    monkeypatch.setattr(memory, "check_key", lambda key, **_: key)
+    monkeypatch.setattr(store_module, "check_key", lambda key, **_: key)
 
 
 @pytest.mark.parametrize(
