@@ -42,7 +42,6 @@ from ray_dcp.commit_protocol.messages import (
     Ack,
     OpKey,
     PartsHeld,
-    PartsWritten,
     Reply,
     Request,
     SaveStaged,
@@ -63,7 +62,6 @@ from ray_dcp.runtime.session import (
     pulse_name,
     staged_plan_name,
 )
-from ray_dcp.stage.orders import StageReport
 
 logger = logging.getLogger(__name__)
 
@@ -167,17 +165,6 @@ class StagerWatch:
             )
         self._on_lost(name)
         self._carry_out(self._coordination.stager_lost(name, why))
-
-
-def parts_written(report: StageReport) -> PartsWritten:
-    """Returns a stager's report as a message of the protocol.
-
-    Args:
-        report: The stager's report of one file.
-    """
-    key, epoch = report.key.save
-    files = () if report.receipt is None else (report.receipt,)
-    return PartsWritten(key, report.key.rank, report.key.attempt, epoch, files, report.error)
 
 
 @dataclass
@@ -362,7 +349,7 @@ class StagedPlans:
                     self.note(held)
                     self._receive(held)
                 for report in share.reports:
-                    self._receive(parts_written(report))
+                    self._receive(report)
         saved.unasked = [one for one in saved.unasked if one != stager]
 
     def _receive(self, request: Request) -> None:
@@ -679,14 +666,6 @@ class Coordinator(CoordinatorLoop):
             # Why first: the rank may die once it has it, and this actor with it.
             await self._plans.hold(request)
         return reply
-
-    async def take_report(self, report: StageReport) -> bool:
-        """Accepts a stager's report of a file; returns whether the save still needs it.
-
-        Args:
-            report: The report; it may arrive twice.
-        """
-        return isinstance(await self.call(parts_written(report)), Ack)
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
         """Accepts a rank's message about shared reads; see `SharedReadDispatch.share`."""

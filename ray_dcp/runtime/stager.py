@@ -30,6 +30,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
+from ray_dcp.commit_protocol.messages import PartsWritten, Refused, Reply
 from ray_dcp.core.processes import pid_namespace
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import check_above_0
@@ -44,7 +45,6 @@ from ray_dcp.stage.orders import (
     StageKey,
     StageOrder,
     StageProgress,
-    StageReport,
     StagerOptions,
     Unknown,
 )
@@ -186,8 +186,8 @@ class Stager:
         Args:
             stager: Who is meant.
             order: What is handed over.
-            reporter: Handle of the actor that gets a report of each file, or None. Its method
-                `take_report` may be called twice with the same; False when nobody needs the share.
+            reporter: Handle of the coordinator that gets a report of each file, or None. Its method
+                `call` may be called twice with the same; `Refused` when nobody needs the share.
         """
         self._touch()
         if stager != self._place.stager:
@@ -274,22 +274,21 @@ class Stager:
         self._touch()
         self._queue.release(key, committed=committed)
 
-    def _report(self, reporter: Any, report: StageReport) -> None:
+    def _report(self, reporter: Any, report: PartsWritten) -> None:
         """Delivers a report and waits for its answer. Must not run in the thread of the loop."""
         if reporter is not None:
             asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
 
-    async def _deliver(self, reporter: Any, report: StageReport) -> None:
+    async def _deliver(self, reporter: Any, report: PartsWritten) -> None:
+        key = StageKey.of(report)
         try:
-            awaited = partial(self._queue.awaits, report.key)
-            if await deliver(reporter.take_report.remote, report, awaited) is False:
-                self._queue.cancel(report.key, "because nobody knows of the save any more")
+            awaited = partial(self._queue.awaits, key)
+            if isinstance(await deliver(reporter.call.remote, report, awaited), Refused):
+                self._queue.cancel(key, "because nobody knows of the save any more")
         except (RayError, OSError) as error:
             logger.warning(
-                "Nobody took what became of file %d of %s (%s: %s). It is kept until it is "
-                "released",
-                report.file,
-                report.key,
+                "Nobody took what became of a file of %s (%s: %s). It is kept until it is released",
+                key,
                 type(error).__name__,
                 error,
             )
@@ -370,15 +369,15 @@ class Stager:
 
 
 async def deliver(
-    take: Callable[[StageReport], Awaitable[bool | None]],
-    report: StageReport,
+    call: Callable[[PartsWritten], Awaitable[Reply]],
+    report: PartsWritten,
     is_awaited: Callable[[], bool],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> bool | None:
+) -> Reply | None:
     """Returns the coordinator's answer to a report, which is repeated while it is out of reach.
 
     Args:
-        take: Sends it.
+        call: Sends it.
         report: May come twice.
         is_awaited: Whether the save may still need it; if not, None is returned.
         sleep: Waits for seconds.
@@ -389,7 +388,7 @@ async def deliver(
     waited_s, num_refused = 0.0, 0
     for tries in count(1):
         try:
-            return await take(report)
+            return await call(report)
         except (RayError, OSError) as error:
             num_refused += isinstance(error, RayTaskError)
             is_dead = isinstance(error, ActorDiedError) and tries >= REPORT_TRIES

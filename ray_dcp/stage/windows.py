@@ -601,8 +601,9 @@ class TierFile:
             num_bytes: How many.
 
         Examples:
+            >>> from ray_dcp.commit_protocol.messages import OpKey
             >>> runs = np.array([[100, 170], [64, 36], [0, 64]])
-            >>> file = TierFile("x", *runs, np.array([3, 3]), StageKey("s", 0, "a"))
+            >>> file = TierFile("x", *runs, np.array([3, 3]), StageKey(OpKey("s", 0), 0, "a"))
             >>> [(part.window is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
             [(False, 20, 44), (True, 0, 6), (False, 64, 10)]
             >>> file.find(0, 200) is None

@@ -41,7 +41,7 @@ class Book:
         self.reports: list[Any] = []
         self.answers = answers
 
-    async def take_report(self, report) -> None:
+    async def call(self, report) -> None:
         import asyncio
 
         self.reports.append(report)

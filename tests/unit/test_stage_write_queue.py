@@ -82,7 +82,7 @@ def test_it_writes_the_bytes_that_the_rank_would_have_written(num_slots, places)
     scribbled(what)()
     assert node.idle()
     assert same_files(*places)
-    found = {report.file: report.receipt for report in node.reports}
+    found = {file.file: file for report in node.reports for file in report.files}
     assert [found[r.file].digest for r in expected] == [r.digest for r in expected]
     assert [found[r.file].deferred for r in expected] == [r.deferred for r in expected]
 
@@ -97,7 +97,7 @@ def published(what: Share, target: Target) -> dict[bytes, tuple[PublishedFile, .
 
 
 def reused(node: Node) -> list[str]:
-    return sorted(report.receipt.reused for report in node.reports)
+    return sorted(file.reused for report in node.reports for file in report.files)
 
 
 @pytest.mark.parametrize(
