@@ -515,7 +515,7 @@ class RankStaging:
         """Returns the link to the stager."""
         with self._lock:
             if self._link is None:
-                self._link = self._connect(self._stager)
+                self._link = self._connect()
             return self._link
 
     def replace(self, dead: ActorLink) -> ActorLink:
@@ -528,27 +528,20 @@ class RankStaging:
             if self._link is dead or self._link is None:
                 dead.end_stager()
                 dead.close()
-                self._link = self._connect(self._stager, dead.stager)
+                self._link = self._connect(dead.stager)
             return self._link
 
-    def _connect(
-        self,
-        stager: Callable[[], Any],
-        not_this: str | None = None,
-        timeout_s: float = START_S,
-    ) -> ActorLink:
+    def _connect(self, not_this: str | None = None) -> ActorLink:
         """Registers this rank at a stager and returns the link to it.
 
         Args:
-            stager: Returns its handle, after making it if there is none.
             not_this: A stager that is dead; its name may still be found for a moment.
-            timeout_s: How long to try, in seconds.
 
         Raises:
             ParticipantError: It does not come or answer.
         """
         begin_s, is_logged = time.monotonic(), False
-        end_s = begin_s + timeout_s
+        end_s = begin_s + START_S
 
         def log_slow_start(_: bool) -> None:
             nonlocal is_logged
@@ -560,15 +553,15 @@ class RankStaging:
                     "s. Look whether that node has CPU and memory for one more process",
                     self.name,
                     waited_s,
-                    timeout_s,
+                    START_S,
                 )
 
         while True:
-            handle = stager()
+            handle = self._stager()
             try:
                 place: StagingAddress = call_actor(
                     "the node's stager",
-                    lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
+                    lambda fresh: self._stager() if fresh else handle,  # noqa: B023 - called at once
                     lambda actor: actor.place.remote(),
                     timeout_s=max(end_s - time.monotonic(), 1.0),
                     given_up=log_slow_start,
@@ -580,7 +573,7 @@ class RankStaging:
                     raise
             if time.monotonic() >= end_s:
                 raise ParticipantError(
-                    f"expected another stager than {not_this}, which is dead, within {timeout_s:g} "
+                    f"expected another stager than {not_this}, which is dead, within {START_S:g} "
                     f"s; look whether its node is overloaded, and save again"
                 )
             threading.Event().wait(0.1)
@@ -592,7 +585,7 @@ class RankStaging:
                 pidfd = os.pidfd_open(place.pid)
         link = ActorLink(handle, place, pidfd)
         caller = ray_calls.this_caller(os.getpid())
-        link.call("enter", self.name, self._process, caller, pid, timeout_s=timeout_s)
+        link.call("enter", self.name, self._process, caller, pid, timeout_s=START_S)
         return link
 
 

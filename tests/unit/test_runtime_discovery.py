@@ -123,7 +123,7 @@ def test_two_threads_make_the_first_session_of_a_group_once(monkeypatch):
     try:
         group = torch.distributed.group.WORLD
         with ThreadPoolExecutor(2) as pool:
-            for one in [pool.submit(discovery.session_of, group, lease_s=1.0) for _ in range(2)]:
+            for one in [pool.submit(discovery.session_of, group) for _ in range(2)]:
                 assert one.result(60) is None
     finally:
         torch.distributed.destroy_process_group()
