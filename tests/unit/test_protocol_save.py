@@ -147,6 +147,13 @@ def test_a_failure_waits_only_a_moment_for_the_errors_of_other_ranks():
     assert play.receipt(0).error is told(play, 1)
 
 
+def test_a_timer_of_an_earlier_phase_ends_nothing(play):
+    play.to_writing()
+    assert play.coordination.expired(KEY, "joining") == ()
+    assert play.receipt(0) is play.receipt(1) is None
+    assert isinstance(play.task, BuildCommit)
+
+
 # Disagreement
 
 
