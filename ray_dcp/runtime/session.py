@@ -75,13 +75,12 @@ from ray_dcp.runtime.unchanged import RunHistory
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Increased with each change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
 """How long an unused detached actor stays, in seconds: longer than any pause between the start of
 two ranks, and short enough to be in nobody's way. The next call creates it again."""
-
 
 MOST_CALLS = 1_000_000
 """Most calls of an actor that wait at once; each rank waits in two or three. *Why*: Ray admits 1000
