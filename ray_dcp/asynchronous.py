@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
-from ray_dcp.core.checks import check_wait
 from ray_dcp.core.phases import STAGE, STAGED
 from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import (
@@ -42,7 +41,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.events import contained
-from ray_dcp.options import SaveOptions
+from ray_dcp.options import SaveOptions, check_wait
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity

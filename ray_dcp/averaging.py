@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp import events
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, as_numbers
@@ -44,15 +43,14 @@ from ray_dcp.errors import (
 from ray_dcp.exporting import check_space, float_dtype, still_there
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reader import read_item
-from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.actor_names import named_address
+from ray_dcp.options import SaveOptions, check_above_0
 from ray_dcp.runtime.copying import check_free
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.garbage_collection import collect
-from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
+from ray_dcp.runtime.session import named_address, session_alone
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage

@@ -32,18 +32,24 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
+from ray_dcp.core.processes import run_tasks
 from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
-from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
-from ray_dcp.io.plain_files import INDEX_NAME, plain_files
+from ray_dcp.io.checkpoint import (
+    INDEX_NAME,
+    CheckpointReplacedError,
+    find_checkpoint,
+    plain_files,
+    read_checkpoint,
+)
 from ray_dcp.io.reader import locate_item, read_item
-from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.saving import CheckpointId, save, text_of
 from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import threads_for
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import load_object, load_torch_file

@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError, StateDictError
+from ray_dcp.options import check_whole
 from ray_dcp.torch_adapter.state import PerRank
 
 __all__ = ["ElasticBatchSampler", "ElasticStream", "LoaderPosition", "RowsSeen"]

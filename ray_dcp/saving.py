@@ -33,11 +33,10 @@ from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
-from ray_dcp.runtime.session import Session
+from ray_dcp.runtime.session import Session, session_alone
 from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.orders import StagerOptions
 from ray_dcp.store.location import AnyPlace

@@ -49,7 +49,7 @@ LONGEST = (
     "test_runtime_stager", "test_shared_reads", "test_memory_tier", "test_runtime_workers",
     "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",
     "test_frameworks", "test_full_disk", "test_manager_ranks",
-    "test_no_collectives", "test_warm_plan_ranks", "test_gatherers",
+    "test_no_collectives", "test_repeated_saves", "test_gatherers",
 
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several

@@ -8,6 +8,10 @@ is missing in it. Ids of attempts, files and leases come from the operating syst
 
 Objects of the user (sessions, handles, managers) remain the parent's: `OwnProcess` refuses their
 use in a child.
+
+Tasks run on several threads; the first error stops all of them and is raised. `run_within` runs a
+function under a deadline: a thread that hangs in the kernel can't be ended, but the caller need not
+wait for it.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from ray_dcp.errors import InvalidRequestError, LimitError
 
@@ -141,3 +147,174 @@ def _end_pauses() -> None:
 
 
 os.register_at_fork(after_in_child=_end_pauses)
+
+
+T = TypeVar("T")
+
+UNWIND_S = 1.0
+"""How long to wait for work that was asked to stop, in seconds. *Why*: it may clean up."""
+
+
+class Stop:
+    """Signals to tasks that another task has failed and that they should end. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.failed: Future[None] = Future()
+        """Ends with the error of the first task that fails."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether a task has failed."""
+        return self.failed.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the first failed task; None if none has failed."""
+        return self.failed.exception() if self.asked else None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until a task has failed or the timeout passes; returns whether one has failed."""
+        wait([self.failed], timeout_s)
+        return self.asked
+
+    def because(self, error: BaseException) -> None:
+        """Requests a stop, and records the error unless there is an earlier one."""
+        with self._lock:
+            if not self.asked:
+                self.failed.set_exception(error)
+
+
+def run_tasks(
+    tasks: Iterable[T], work: Callable[[T], None], num_threads: int, stop: Stop | None = None
+) -> None:
+    """Calls `work(task)` once for every task, in any order, on up to `num_threads` threads.
+
+    After an error, no further task is started, and running tasks are waited for. With one thread,
+    all tasks run in the caller's thread.
+
+    Args:
+        tasks: The tasks; consumed one by one, under a lock.
+        work: Function to call; must be thread-safe.
+        num_threads: Maximum number of threads, including the caller's.
+        stop: Signalled when a task fails, for tasks that can end early.
+
+    Raises:
+        BaseException: The first error of a task.
+    """
+    stop = stop or Stop()
+    left = iter(tasks)
+    lock = threading.Lock()
+
+    def drain() -> None:
+        try:
+            while not stop.asked:
+                try:
+                    with lock:
+                        task = next(left)
+                except StopIteration:
+                    return
+                work(task)
+        except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
+            stop.because(exc)
+
+    threads: list[threading.Thread] = []
+    # Suppressed: there are no more threads, and fewer do it as well.
+    with suppress(LimitError):
+        for _ in range(num_threads - 1):
+            threads.append(start_thread(drain, "ray_dcp work"))
+    drain()
+    for thread in threads:
+        thread.join()
+    if stop.error is not None:
+        raise stop.error
+
+
+def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
+    """Makes several calls concurrently, and returns their results in order.
+
+    Raises:
+        BaseException: The first error of a call. All calls have ended by then.
+
+    Examples:
+        >>> at_once(lambda: 1, lambda: "a")
+        (1, 'a')
+    """
+    found: list[Any] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        found[index] = calls[index]()
+
+    run_tasks(range(len(calls)), call, len(calls))
+    return tuple(found)
+
+
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Starts a function that may hang in a daemon thread of its own, and returns its future.
+
+    Args:
+        work: Function to call in the thread.
+        name: Name of the thread.
+
+    Raises:
+        LimitError: The thread can't be started.
+
+    Examples:
+        >>> begin(lambda: 6 * 7, "sums").result()
+        42
+    """
+    ended = Future[T]()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(error)
+
+    start_thread(run, name)
+    return ended
+
+
+def run_within(
+    work: Callable[[], T],
+    within_s: float,
+    stop: Stop,
+    overdue: Callable[[], BaseException],
+    unwind_s: float = UNWIND_S,
+) -> T:
+    """Calls `work` in a thread of its own under a deadline, and returns its result.
+
+    A thread that does not end in time is abandoned; it is a daemon.
+
+    Args:
+        work: Function to call. It should check `stop` regularly and raise on a stop request.
+        within_s: Deadline, in seconds.
+        stop: A stop request ends the wait. This call requests a stop at the deadline, and if the
+            caller's thread is interrupted.
+        overdue: Returns the error to raise at the deadline.
+        unwind_s: How long to wait for `work` after a stop request, in seconds.
+
+    Raises:
+        BaseException: The error of `work`; `stop.error` after a stop request; the error of
+            `overdue` at the deadline; `KeyboardInterrupt` if the caller's thread is interrupted.
+
+    Examples:
+        >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())
+        42
+    """
+    ended: Future[T] | None = None
+    try:
+        ended = begin(work, "ray_dcp in time")
+        either: list[Future[Any]] = [ended, stop.failed]
+        wait(either, within_s, FIRST_COMPLETED)
+        if not ended.done() and not stop.asked:
+            stop.because(overdue())
+    except BaseException as error:
+        stop.because(error)
+        if ended is not None:
+            wait([ended], unwind_s)
+        raise
+    wait([ended], unwind_s)
+    if not ended.done() or (ended.exception() is not None and stop.error is not None):
+        raise stop.error or overdue()
+    return ended.result()

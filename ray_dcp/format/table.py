@@ -1,7 +1,7 @@
 """The chunk table on storage: which bytes of which file hold which box of which tensor.
 
 The file `chunks.<attempt>.table` has the rows, one per chunk, in groups, and at its end a record
-(`core.packing`) with all tensors and the index of the groups. Data that differs between the saves
+(`core.columns`) with all tensors and the index of the groups. Data that differs between the saves
 of a plan is in the manifest: the attempt in file names, and the places of deferred items, whose
 length is known only once they are written. `with_places` adds them.
 
@@ -16,7 +16,7 @@ digest of the end, the index has the digests of the groups.
 **The index** (`TableIndex`) has, for each group and each tensor with chunks in it, the bounding box
 of these chunks.
 
-*Trust*: `core.packing` bounds memory by a fixed multiple of the file's length, and every other
+*Trust*: `core.columns` bounds memory by a fixed multiple of the file's length, and every other
 claim of the file is checked against the data that it describes (`check_table`). Whether the chunks
 cover their tensors is checked by `planning.coverage`.
 """
@@ -33,9 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import DIGEST_BYTES, digest_bytes, num_blocks_many
-from ray_dcp.core.columns import int_keys
+from ray_dcp.core.columns import int_keys, pack, pack_record, record_bytes, unpack, unpack_record
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
 from ray_dcp.core.values import (
     BoolArray,
     ChunkTable,

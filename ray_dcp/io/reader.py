@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import block_check, first_bad_block, num_blocks
+from ray_dcp.core.processes import run_tasks
 from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, Kind, strides, volume
 from ray_dcp.errors import (
     CheckpointError,
@@ -53,10 +54,9 @@ from ray_dcp.io.read_jobs import (
     read_ahead,
     slab_reads,
 )
-from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.options import LoadOptions, Verify
 from ray_dcp.planning.reads import ReadPlan, Wanted
-from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
+from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of, threads_for
 
 _SAMPLED = 16
 """`verify="sample"` checks every 16th block that is read of a chunk, starting with the first."""

@@ -37,10 +37,10 @@ from ray_dcp.core.checksums import (
     digest_bytes,
     end_checks,
 )
+from ray_dcp.core.processes import Stop, run_tasks
 from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
 from ray_dcp.format.torch_items import frames_of
-from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import (
     KeyExistsError,

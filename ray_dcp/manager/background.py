@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from ray_dcp.core.processes import start_thread
+from ray_dcp.core.processes import begin, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, StorageError
-from ray_dcp.io.threads import begin
 
 T = TypeVar("T")
 

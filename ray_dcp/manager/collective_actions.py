@@ -57,9 +57,9 @@ from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.root_writer import StepTarget, Writer
 from ray_dcp.manager.settings import Item, Settings, states_of
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.runtime.rank_save import decided_on_rank_0, result_or_error
+from ray_dcp.runtime.session import InlineSession
 from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.saving import RankSession, check_options, run_save
 from ray_dcp.store.opening import open_storage, place_below

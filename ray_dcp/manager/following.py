@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import RecordedMetric, metrics_of, recorded_in
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
 from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.policies import check_metrics
+from ray_dcp.options import check_above_0
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view

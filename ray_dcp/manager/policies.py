@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.options import check_above_0, check_whole
 
 MOST_PROBED = 1_000_000
 """Largest number of steps that are tried to find out whether a policy is ever due."""

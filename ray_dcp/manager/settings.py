@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.manager.leases import LEASE_S
@@ -24,7 +23,7 @@ from ray_dcp.manager.policies import (
     check_save_policy,
     listens_for_preemption,
 )
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 T = TypeVar("T")

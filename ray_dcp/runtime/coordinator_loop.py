@@ -29,9 +29,8 @@ from ray_dcp.commit_protocol.messages import (
     Reply,
     Request,
 )
-from ray_dcp.core.processes import start_thread
+from ray_dcp.core.processes import begin, start_thread
 from ray_dcp.errors import CheckpointError, InternalError, LimitError, ParticipantError
-from ray_dcp.io.threads import begin
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.tasks import new_attempt, perform
 

@@ -20,7 +20,7 @@ from ray_dcp.commit_protocol.commands import RecordsRead
 from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, undecided
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.checksums import digest_bytes
-from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.processes import Stop, collector_paused, run_tasks
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -33,7 +33,6 @@ from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
 from ray_dcp.format.step_info import info_key, info_slot
 from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
-from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.runtime.standing import publish, read_standing, standing_records, without_stock_files
 from ray_dcp.runtime.tasks import (
     check_complete,

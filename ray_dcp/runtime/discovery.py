@@ -24,15 +24,24 @@ from typing import Any
 
 from ray_dcp.commit_protocol.error_aggregation import combine, name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, group_name, named_address
+from ray_dcp.options import check_above_0
 from ray_dcp.runtime.rank_save import result_or_error
-from ray_dcp.runtime.session import JOB_KEY, Session, announce_connect, job_store, sessions
+from ray_dcp.runtime.session import (
+    JOB_KEY,
+    LEASE_S,
+    NAMESPACE,
+    Session,
+    announce_connect,
+    group_name,
+    job_store,
+    named_address,
+    sessions,
+)
 from ray_dcp.runtime.socket_session import forget_key, join_by_store
 
 LOOK_S = 10.0
@@ -114,9 +123,7 @@ def connect(
     return session
 
 
-def current_session(
-    process_group: Any = None, no_dist: bool = False, *, lease_s: float = LEASE_S
-) -> Session | None:
+def current_session(process_group: Any = None, no_dist: bool = False) -> Session | None:
     """Returns this rank's session for a group, and creates it on the first call.
 
     The first call for a group is collective over that group; later ones are not. The session is
@@ -126,7 +133,6 @@ def current_session(
     Args:
         process_group: A torch process group; None for the whole job.
         no_dist: Whether this process saves or loads alone.
-        lease_s: How long an unused coordinator stays, in seconds.
 
     Returns:
         None for a process that is alone, which uses `InlineSession` without Ray.
@@ -141,7 +147,7 @@ def current_session(
         return sessions.explicit
     if process_group is None and not may_be_distributed():
         return None
-    return session_of(process_group, lease_s=check_above_0(lease_s, "lease_s"))
+    return session_of(process_group)
 
 
 def may_be_distributed() -> bool:
@@ -188,12 +194,11 @@ def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s
         )
 
 
-def session_of(process_group: Any, *, lease_s: float) -> Session | None:
+def session_of(process_group: Any) -> Session | None:
     """Returns the session of a group, created on the first call; None if the process is alone.
 
     Args:
         process_group: A torch process group; None for the whole job.
-        lease_s: How long unused actors of the session stay, in seconds.
 
     Raises:
         InvalidRequestError: This process is not in the group.
@@ -209,7 +214,7 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
                 "it is not. Call torch.distributed.init_process_group first, or leave it out",
                 key="process_group",
             )
-        return _train_session(lease_s)
+        return _train_session()
     group = dist.group.WORLD if process_group is None else process_group
     known, session = sessions.of(group)
     if known:
@@ -221,12 +226,12 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
             if process_group is None:
                 ranks = dist.get_process_group_ranks(group)
                 await_group(job_store(), ranks, dist.get_rank())
-            session = _make(dist, group, lease_s)
+            session = _make(dist, group)
             sessions.set(group, session)
     return session
 
 
-def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
+def _make(dist: Any, group: Any) -> Session | None:
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidRequestError(
@@ -244,7 +249,7 @@ def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     session = None
     if isinstance(box[0], _Invite):
-        join = partial(_join_session, box[0], rank, world_size, lease_s)
+        join = partial(_join_session, box[0], rank, world_size)
         session, error = result_or_error(join, "connecting to the other ranks", rank)
     else:
         error = box[0]
@@ -272,25 +277,25 @@ def _invite(dist: Any, group: Any) -> _Invite:
     return _Invite(name, attach_named(None))
 
 
-def _join_session(call: _Invite, rank: int, world_size: int, lease_s: float) -> Session:
+def _join_session(call: _Invite, rank: int, world_size: int) -> Session:
     if call.address is None:
         return join_by_store(job_store(), call.name, rank, world_size)
     from ray_dcp.runtime.ray_session import RaySession, attach
 
     attach(call.address)
-    session = RaySession(call.name, rank, world_size, lease_s=lease_s)
+    session = RaySession(call.name, rank, world_size)
     session.register()
     return session
 
 
-def _train_session(lease_s: float) -> Session | None:
+def _train_session() -> Session | None:
     """Returns the session of a Ray Train worker that has no torch process group."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    from ray_dcp.runtime import ray_private
+    from ray_dcp.runtime import ray_calls
 
-    ranks = ray_private.train_ranks()
+    ranks = ray_calls.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
     with sessions.making(_TrainGroup):
@@ -302,7 +307,7 @@ def _train_session(lease_s: float) -> Session | None:
 
             rank, world_size, experiment = ranks
             word = broadcast_from_rank_zero(secrets.token_hex(8))
-            made = RaySession(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
+            made = RaySession(f"train-{experiment}-{word}", rank, world_size)
             made.register()
             sessions.set(_TrainGroup, made)
             return made

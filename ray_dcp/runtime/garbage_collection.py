@@ -83,7 +83,7 @@ def collect(
         StorageError: The storage failed before anything was deleted.
 
     Examples:
-        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> from ray_dcp.store.storage import MemoryStorage
         >>> MemoryStorage("doc-collect").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> collect("memory://doc-collect").kept[0].reason
         'attempt 0123456789abcdef may still be committed'
@@ -203,7 +203,7 @@ def delete(
             happened, which the message says.
 
     Examples:
-        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> from ray_dcp.store.storage import MemoryStorage
         >>> MemoryStorage("doc-delete").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> report = delete("memory://doc-delete")
         >>> report.deleted, report.num_bytes

@@ -41,13 +41,13 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import MOST_CALLS, gatherer_name
+from ray_dcp.options import check_above_0
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_loop import Waiting
-from ray_dcp.runtime.ray_private import Caller
+from ray_dcp.runtime.ray_calls import Caller
+from ray_dcp.runtime.session import MOST_CALLS, gatherer_name
 
 LOOK_S = 5.0
 """Interval at which the gatherer checks whether it is needed, in seconds."""
@@ -265,7 +265,7 @@ class Gatherer:
                 ray_calls.kill(self._self, no_restart=True)
 
 
-@ray_private.starting_no_ray()
+@ray_calls.starting_no_ray()
 def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:
     """Returns the handle of a group's gatherer, and creates the actor if there is none.
 
@@ -333,7 +333,7 @@ class GatheredCalls:
         try:
             if self._handle is None:
                 self._handle = self._reach()
-            with ray_private.starting_no_ray(), ray_calls.inside():
+            with ray_calls.starting_no_ray(), ray_calls.inside():
                 answer = self._handle.call.remote(request, caller, silence_s)
             # What shuts Ray down meanwhile ends the wait with a `RayError`.
             done, _ = ray_calls.wait([answer], timeout=ANSWER_S if silence_s is None else silence_s)

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ray_dcp.core.processes import Stop
 from ray_dcp.errors import CheckpointError
-from ray_dcp.io.threads import Stop
-from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
+from ray_dcp.runtime.session import NAMESPACE, stager_name
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.stage.orders import InFlight, StagedWindow
 from ray_dcp.stage.staged_memory import WindowBytes, runs_of
-from ray_dcp.stage.tier_index import Part, TierEntry, TierFile, cut, registered_name
+from ray_dcp.stage.windows import Part, TierEntry, TierFile, cut, registered_name
 from ray_dcp.store.storage import Storage, StorageWrapper
 
 ANSWER_S = 10.0
@@ -113,10 +113,10 @@ class MemoryTierStorage(StorageWrapper):
 
     def _find_others(self) -> list[str]:
         """Returns the other nodes that keep some of it."""
-        from ray_dcp.runtime import ray_private
+        from ray_dcp.runtime import ray_calls
 
         prefix = registered_name(self._attempt)
-        names = ray_private.names_from(prefix)
+        names = ray_calls.names_from(prefix)
         return sorted({name[len(prefix) :] for name in names} - {_node_id()})
 
     def _ask(self, stagers: list[Any], *, is_here: bool) -> None:
@@ -237,10 +237,10 @@ class _Loan:
     """
 
     def __init__(self, stager: Any) -> None:
-        from ray_dcp.runtime import ray_private
+        from ray_dcp.runtime import ray_calls
 
         self._stager = stager
-        self._who = (ray_private.this_caller(os.getpid()), secrets.token_hex(6))
+        self._who = (ray_calls.this_caller(os.getpid()), secrets.token_hex(6))
         self._lock = threading.Lock()
         self._windows: dict[StagedWindow, WindowBytes | None] = {}
 

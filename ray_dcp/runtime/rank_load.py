@@ -37,6 +37,7 @@ from ray_dcp.commit_protocol.messages import (
     Target,
 )
 from ray_dcp.core.phases import COMPARE, FINISH, JOIN, OPEN, PLAN, PLAN_READS, READ, Step
+from ray_dcp.core.processes import run_within
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -58,7 +59,6 @@ from ray_dcp.io.reader import (
     read_prepared,
 )
 from ray_dcp.io.shared_read import SharedReadStorage, SmallFiles
-from ray_dcp.io.threads import run_within
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import (
     RankShare,

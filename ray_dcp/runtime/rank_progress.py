@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ray_dcp.commit_protocol.liveness import Doing
 from ray_dcp.commit_protocol.messages import FileReceipt, Left, OpKey, Renumbered, Reply, Request
 from ray_dcp.core.phases import PhaseClock
+from ray_dcp.core.processes import Stop
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
-from ray_dcp.io.threads import Stop
 from ray_dcp.store.storage import (
     Entry,
     PartWriter,
@@ -279,7 +279,7 @@ class Activity:
         history: What this rank knows of the runs that it saved to.
 
     Examples:
-        >>> from ray_dcp.runtime.inline import InlineSession
+        >>> from ray_dcp.runtime.session import InlineSession
         >>> with InlineSession("doc").activity(60.0) as activity:
         ...     activity.next_key(), activity.next_key()
         (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))

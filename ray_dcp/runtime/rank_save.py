@@ -44,6 +44,7 @@ from ray_dcp.commit_protocol.planning import PlanCache
 from ray_dcp.core.checksums import block_bytes_for, num_blocks
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
+from ray_dcp.core.processes import Stop, run_within
 from ray_dcp.core.values import Columns, Int32Array, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
@@ -55,7 +56,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import Manifest, decode_record
-from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.io.writer import Deferred, PieceSource, Source, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint

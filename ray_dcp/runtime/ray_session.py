@@ -22,22 +22,26 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import OpKey, Reply, Request
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import (
+from ray_dcp.options import check_above_0
+from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime.coordinator import coordinator_of
+from ray_dcp.runtime.gatherer import GatheredCalls
+from ray_dcp.runtime.heartbeat import HeartbeatSender
+from ray_dcp.runtime.ray_calls import call_actor
+from ray_dcp.runtime.session import (
     LEASE_S,
+    MARGIN_S,
     NAMESPACE,
+    Connection,
+    Session,
+    announce_connect,
     coordinator_name,
     named_address,
     pulse_name,
+    sessions,
     staged_plan_name,
 )
-from ray_dcp.runtime.coordinator import coordinator_of
-from ray_dcp.runtime.coordinator_call import call_actor
-from ray_dcp.runtime.gatherer import GatheredCalls
-from ray_dcp.runtime.heartbeat import HeartbeatSender
-from ray_dcp.runtime.session import MARGIN_S, Connection, Session, announce_connect, sessions
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.orders import StagerOptions
 
@@ -110,7 +114,7 @@ def attach(address: str) -> None:
 
 def _init(address: str) -> None:
     try:
-        with ray_private.signal_handlers_kept():
+        with ray_calls.signal_handlers_kept():
             _probe(address)
             ray.init(
                 address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
@@ -165,13 +169,13 @@ class RayHeartbeatSender(HeartbeatSender):
     def _is_up(self) -> bool:
         return bool(ray.is_initialized())
 
-    @ray_private.starting_no_ray()
+    @ray_calls.starting_no_ray()
     def _send_all(self) -> None:
         super()._send_all()
 
     def _send(self, beat: Heartbeat) -> Any:
         actor = self._reach(self._fresh)
-        self._fresh, self._actor_id = False, ray_private.id_of(actor)
+        self._fresh, self._actor_id = False, ray_calls.id_of(actor)
         with ray_calls.inside():
             return actor.beat.remote(beat)
 
@@ -198,14 +202,14 @@ class RayHeartbeatSender(HeartbeatSender):
         if heard is None:
             return False
         try:
-            return ray_private.life_of(heard.actor_id).num_restarts != heard.num_restarts
+            return ray_calls.life_of(heard.actor_id).num_restarts != heard.num_restarts
         except (CheckpointError, RayError):
             return False
 
     def _last_pulse(self) -> str | None:
         """Returns what the coordinator last wrote to the control store; None if unknown."""
         with suppress(CheckpointError, RayError):
-            return ray_private.recall(pulse_name(self._coordinator)) or None
+            return ray_calls.recall(pulse_name(self._coordinator)) or None
         return None
 
     def _replace(self, num_restarts: int) -> None:
@@ -229,7 +233,7 @@ class RayHeartbeatSender(HeartbeatSender):
         # Why only with a plan: without one, the next incarnation does not know the save, and to
         # wait until Ray has ended a stopped process would take many seconds more.
         with suppress(CheckpointError, RayError):
-            return bool(ray_private.recall(staged_plan_name(self._coordinator, key)))
+            return bool(ray_calls.recall(staged_plan_name(self._coordinator, key)))
         return True
 
     def _check_coordinator(self, timeout_s: float) -> None:
@@ -238,7 +242,7 @@ class RayHeartbeatSender(HeartbeatSender):
             self._pulse = self._last_pulse()
         if silent_s <= timeout_s:
             return
-        heard, life = self._ack, ray_private.life_of(self._actor_id)
+        heard, life = self._ack, ray_calls.life_of(self._actor_id)
         before, self._num_restarts = self._num_restarts, life.num_restarts
         ends = heard is not None and heard.num_restarts == life.num_restarts
         is_killed = self._is_being_replaced and life.num_restarts == self._killed_restarts
@@ -298,8 +302,8 @@ class RaySession(Session):
         self._actor = actor or name
         self.namespace = namespace
         self.lease_s = check_above_0(lease_s, "lease_s")
-        self._me = ray_private.this_caller(os.getpid())
-        node, _ = ray_private.this_connection() or ("", "")
+        self._me = ray_calls.this_caller(os.getpid())
+        node, _ = ray_calls.this_connection() or ("", "")
         who = f"the coordinator of session {self._actor!r}"
         super().__init__(name, rank, world_size, who=who, node=node)
         self._heartbeats = RayHeartbeatSender(self._reach, name, rank, who, self._actor)
@@ -384,7 +388,7 @@ class RaySession(Session):
         return answer
 
     @property
-    def _caller(self) -> ray_private.Caller:
+    def _caller(self) -> ray_calls.Caller:
         return self._me
 
     def _close(self) -> None:

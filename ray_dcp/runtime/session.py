@@ -17,11 +17,22 @@ The ranks of a job find their session in the same way: all by their process grou
 `connect`. The store of torch's default process group shows which way each rank uses
 (`announce_connect`, `discovery.await_group`).
 
+The coordinator of an `InlineSession` is a `CoordinatorLoop`, as of every session, in a thread of
+this process. All threads share it.
+
+The names of Ray's actors consist of their role, the protocol version, and the session or node. The
+protocol version is part of every name, so that a job with a newer ray_dcp never calls an actor that
+an older one left.
+
 *Careful*: importing this module does not import ray; a process that is alone never needs it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
+import secrets
 import sys
 import threading
 import time
@@ -42,19 +53,79 @@ from ray_dcp.commit_protocol.messages import (
     Request,
     SaveStaged,
 )
-from ray_dcp.core.processes import OwnProcess, ProcessLock
+from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
     DeadlineError,
+    InternalError,
     InvalidRequestError,
     ParticipantError,
+    SaveCancelledError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread
 from ray_dcp.runtime.heartbeat import HeartbeatSender
+from ray_dcp.runtime.metrics import Performer
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.runtime.unchanged import RunHistory
+
+NAMESPACE = "ray_dcp"
+"""The Ray namespace of all actors, unless the caller names another."""
+
+PROTOCOL_VERSION = 6
+"""Increased with each change of the messages between ranks, coordinators and stagers."""
+
+LEASE_S = 120.0
+"""How long an unused detached actor stays, in seconds: longer than any pause between the start of
+two ranks, and short enough to be in nobody's way. The next call creates it again."""
+
+MOST_CALLS = 1_000_000
+"""Most calls of an actor that wait at once; each rank waits in two or three. *Why*: Ray admits 1000
+by default, so that with more ranks the last one to join would never be admitted."""
+
+
+def named_address() -> str | None:
+    """Returns the cluster that the user named with `RAY_ADDRESS`, or None."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def coordinator_name(session: str) -> str:
+    """Returns the actor name of a session's coordinator."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:coordinator:{session}"
+
+
+def pulse_name(coordinator: str) -> str:
+    """Returns the name under which a coordinator writes to the control store that it lives."""
+    return f"pulse:{coordinator}"
+
+
+def staged_plan_name(coordinator: str, key: OpKey | None = None) -> str:
+    """Returns the name under which the control store keeps the plan of a staged save.
+
+    Args:
+        coordinator: Actor name of the coordinator.
+        key: The save; None for the prefix of all saves of the coordinator.
+    """
+    return f"staged:{coordinator}:" + (f"{key.seq}:{key.session}" if key else "")
+
+
+def gatherer_name(coordinator: str, ranks: range) -> str:
+    """Returns the actor name of the gatherer of some ranks."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:gatherer:{ranks.start}-{ranks.stop}:{coordinator}"
+
+
+def stager_name(node_id: str) -> str:
+    """Returns the actor name of a node's stager."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:stager:{node_id}"
+
+
+def group_name(first_rank: int, world_size: int) -> str:
+    """Returns a new name for the session of a torch process group."""
+    return f"group-{first_rank}-{world_size}-{secrets.token_hex(8)}"
+
 
 MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds. The
@@ -413,11 +484,11 @@ class Connection:
 
     def __init__(self, who: str, rank: int) -> None:
         # Why here: a process that is alone has no need of Ray.
-        from ray_dcp.runtime import ray_private
+        from ray_dcp.runtime import ray_calls
 
-        ray_private.survive_shutdown()
+        ray_calls.survive_shutdown()
         self._who, self._rank = who, rank
-        self._now = ray_private.this_connection
+        self._now = ray_calls.this_connection
         self._made_with = self._now()
 
     @property
@@ -516,3 +587,128 @@ def announce_connect(connected: bool = True) -> None:
         store.set(f"{JOB_KEY}/connect/{rank}", "connect")
     elif store is not None:
         store.delete_key(f"{JOB_KEY}/connect/{rank}")
+
+
+RANK = 0
+
+
+class _InlineLoop(CoordinatorLoop):
+    """The loop, with a call by which its only rank leaves an operation."""
+
+    _grace_s = 2 * UNWIND_S  # Why: the rank reports its own deadline first, with the file.
+
+    def __init__(self, performer: Performer | None, new_attempt: Callable[[], str]) -> None:
+        super().__init__(performer=performer, new_attempt=new_attempt)
+        self._resumed.set()
+
+    async def withdraw(self, left: Left, wait_s: float) -> None:
+        """Ends an operation; returns once its tasks have ended, or `wait_s` has passed."""
+        self._carry_out(self._coordination.withdraw(RANK, left))
+        end_s = self._loop.time() + wait_s
+        while left.key in self._performing and self._loop.time() < end_s:
+            await asyncio.sleep(0.01)
+
+
+class InlineSession(LinkSession):
+    """The session of a process that is alone: world size 1, no Ray.
+
+    Tasks run in threads of their own, and have the deadlines of their phases in real time: one that
+    hangs in the storage is abandoned, and ends the call.
+
+    Args:
+        name: Name of the session.
+        performer: Performs tasks; by default `tasks.perform`.
+        new_attempt: Returns attempt ids.
+
+    Examples:
+        >>> InlineSession("doc").next_key()
+        OpKey(session='doc', seq=0, step=0)
+    """
+
+    def __init__(
+        self,
+        name: str = "inline",
+        *,
+        performer: Performer | None = None,
+        new_attempt: Callable[[], str] = new_attempt,
+    ) -> None:
+        super().__init__(name, RANK, 1, who="the coordinator of this process", node="")
+        self._make = lambda: _InlineLoop(performer, new_attempt)
+        self._thread: LoopThread[_InlineLoop] | None = None
+        self._starting = threading.Lock()
+        self._calls: set[RankProgress] = set()
+
+    def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
+        """Returns the reply to a request; see `Session.call`.
+
+        Raises:
+            InternalError: The request is of another rank or world.
+        """
+        if request.rank or (isinstance(request, Opening) and request.world_size != 1):
+            raise InternalError(
+                f"Expected rank 0 of world size 1, as this is a session of one process, but found "
+                f"a {type(request).__name__} of rank {request.rank}"
+            )
+        self._check_open()
+        # Why without a bound of its own: the deadlines of all phases pass in the same process.
+        reply: Reply = self._ask("call", request, timeout_s=math.inf)
+        return reply
+
+    def cancel(self, key: OpKey, reason: str) -> bool:
+        """See `Session.cancel`."""
+        cancelled = super().cancel(key, reason)
+        for progress in list(self._calls) if cancelled else ():
+            if progress.key == key:
+                progress.stop.because(SaveCancelledError("The save was cancelled"))
+        return cancelled
+
+    def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
+        """Registers a call of the user, for `cancel`."""
+        self._calls.add(progress)
+
+    def end_call(self, progress: RankProgress) -> None:
+        """Removes a call that has ended."""
+        self._calls.discard(progress)
+
+    def leave(self, left: Left, wait_s: float = 0.0) -> None:
+        """Ends an operation that its caller has left.
+
+        Args:
+            left: The operation and the reason. One that has ended does no harm.
+            wait_s: How long to wait until its tasks have ended, in seconds.
+        """
+        self._check_open()
+        self._ask("withdraw", left, wait_s, timeout_s=math.inf)
+
+    @property
+    def _link(self) -> LoopThread[_InlineLoop]:
+        with self._starting:
+            if self._thread is None:
+                self._thread = LoopThread(self._make)
+                weakref.finalize(self, _stop, self._thread, OwnProcess()).atexit = False
+            return self._thread
+
+    def _check_open(self) -> None:
+        self._process.check("this save or load", "Call save or load anew in the child")
+        super()._check_open()
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+
+
+def _stop(thread: LoopThread[_InlineLoop], owner: OwnProcess) -> None:
+    if owner.is_this:
+        thread.stop()
+
+
+_alone: list[InlineSession] = []
+"""The session of this process."""
+os.register_at_fork(after_in_child=_alone.clear)
+
+
+def session_alone() -> InlineSession:
+    """Returns the session of this process if it is alone; always the same one."""
+    if not _alone:
+        _alone.append(InlineSession())
+    return _alone[-1]

@@ -32,7 +32,7 @@ from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import SHARE_TIMEOUT_S
 from ray_dcp.planning.reads import RankShare
-from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime import ray_calls
 
 LISTEN_S = 5.0
 """How long the coordinator delays the answer to a request for updates, in seconds."""
@@ -70,7 +70,7 @@ class RayPeers:
         *Why* the store's size is read: a full store does not refuse bytes but spills them to disk.
         """
         with suppress(CheckpointError):
-            room = int(ray_private.store_bytes(self.node))
+            room = int(ray_calls.store_bytes(self.node))
             return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
         return SHARE_BYTES
 
@@ -196,7 +196,7 @@ class RayTransport:
     def _send(self, message: ReadMessage) -> bool:
         try:
             coordinator = self._coordinator()
-            with ray_private.starting_no_ray(), ray_calls.inside():
+            with ray_calls.starting_no_ray(), ray_calls.inside():
                 coordinator.share.remote(message)
         except (CheckpointError, RayError, ValueError) as error:
             logger.warning("The coordinator is out of reach for shared reads: %s", error)
@@ -210,7 +210,7 @@ class RayTransport:
             while not self._left:
                 message = Listen(self._key, self._rank, seen, LISTEN_S)
                 coordinator = self._coordinator()
-                with ray_private.starting_no_ray(), ray_calls.inside():
+                with ray_calls.starting_no_ray(), ray_calls.inside():
                     answer = coordinator.share.remote(message)
                 updates = ray_calls.get(answer, timeout=LISTEN_S + SHARE_TIMEOUT_S)
                 if updates is None:

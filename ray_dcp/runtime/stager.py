@@ -30,12 +30,13 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
-from ray_dcp.core.checks import check_above_0
+from ray_dcp.commit_protocol.messages import PartsWritten, Refused, Reply
 from ray_dcp.core.processes import pid_namespace
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import metrics, ray_calls, ray_private
-from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
-from ray_dcp.runtime.ray_private import Caller, store_bytes
+from ray_dcp.options import check_above_0
+from ray_dcp.runtime import metrics, ray_calls
+from ray_dcp.runtime.ray_calls import Caller, store_bytes
+from ray_dcp.runtime.session import NAMESPACE, stager_name
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
     Grant,
@@ -44,12 +45,11 @@ from ray_dcp.stage.orders import (
     StageKey,
     StageOrder,
     StageProgress,
-    StageReport,
     StagerOptions,
     Unknown,
 )
 from ray_dcp.stage.staged_memory import runs_of
-from ray_dcp.stage.tier_index import Part, TierEntry, registered_name
+from ray_dcp.stage.windows import Part, TierEntry, registered_name
 from ray_dcp.stage.write_queue import WriteQueue
 
 
@@ -186,8 +186,8 @@ class Stager:
         Args:
             stager: Who is meant.
             order: What is handed over.
-            reporter: Handle of the actor that gets a report of each file, or None. Its method
-                `take_report` may be called twice with the same; False when nobody needs the share.
+            reporter: Handle of the coordinator that gets a report of each file, or None. Its method
+                `call` may be called twice with the same; `Refused` when nobody needs the share.
         """
         self._touch()
         if stager != self._place.stager:
@@ -274,22 +274,21 @@ class Stager:
         self._touch()
         self._queue.release(key, committed=committed)
 
-    def _report(self, reporter: Any, report: StageReport) -> None:
+    def _report(self, reporter: Any, report: PartsWritten) -> None:
         """Delivers a report and waits for its answer. Must not run in the thread of the loop."""
         if reporter is not None:
             asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
 
-    async def _deliver(self, reporter: Any, report: StageReport) -> None:
+    async def _deliver(self, reporter: Any, report: PartsWritten) -> None:
+        key = StageKey.of(report)
         try:
-            awaited = partial(self._queue.awaits, report.key)
-            if await deliver(reporter.take_report.remote, report, awaited) is False:
-                self._queue.cancel(report.key, "because nobody knows of the save any more")
+            awaited = partial(self._queue.awaits, key)
+            if isinstance(await deliver(reporter.call.remote, report, awaited), Refused):
+                self._queue.cancel(key, "because nobody knows of the save any more")
         except (RayError, OSError) as error:
             logger.warning(
-                "Nobody took what became of file %d of %s (%s: %s). It is kept until it is "
-                "released",
-                report.file,
-                report.key,
+                "Nobody took what became of a file of %s (%s: %s). It is kept until it is released",
+                key,
                 type(error).__name__,
                 error,
             )
@@ -323,7 +322,7 @@ class Stager:
             callers = {*(rank.caller for rank in unseen.values()), *(who for who, _ in loads)}
             # Suppressed: Ray's tables did not answer; they are asked again.
             with suppress(CheckpointError, RayError):
-                dead = await asyncio.to_thread(ray_private.gone, callers) if callers else set()
+                dead = await asyncio.to_thread(ray_calls.gone, callers) if callers else set()
                 for name, rank in unseen.items():
                     if rank.caller in dead:
                         self._ended(name, rank.process)
@@ -365,20 +364,20 @@ class Stager:
         for attempt in self._registered ^ now:
             text = self._place.stager if attempt in now else ""
             name = registered_name(attempt, self._node_id)
-            await asyncio.to_thread(ray_private.remember, name, text)
+            await asyncio.to_thread(ray_calls.remember, name, text)
         self._registered = now
 
 
 async def deliver(
-    take: Callable[[StageReport], Awaitable[bool | None]],
-    report: StageReport,
+    call: Callable[[PartsWritten], Awaitable[Reply]],
+    report: PartsWritten,
     is_awaited: Callable[[], bool],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> bool | None:
+) -> Reply | None:
     """Returns the coordinator's answer to a report, which is repeated while it is out of reach.
 
     Args:
-        take: Sends it.
+        call: Sends it.
         report: May come twice.
         is_awaited: Whether the save may still need it; if not, None is returned.
         sleep: Waits for seconds.
@@ -389,7 +388,7 @@ async def deliver(
     waited_s, num_refused = 0.0, 0
     for tries in count(1):
         try:
-            return await take(report)
+            return await call(report)
         except (RayError, OSError) as error:
             num_refused += isinstance(error, RayTaskError)
             is_dead = isinstance(error, ActorDiedError) and tries >= REPORT_TRIES
@@ -403,7 +402,7 @@ async def deliver(
     return None
 
 
-@ray_private.starting_no_ray()
+@ray_calls.starting_no_ray()
 def stager_of(
     node_id: str,
     *,

@@ -29,16 +29,15 @@ from ray.exceptions import RayError
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import pid_namespace
+from ray_dcp.core.processes import Stop, begin, pid_namespace
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, ParticipantError
-from ray_dcp.io.threads import Stop, begin
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
-from ray_dcp.runtime.coordinator_call import call_actor, check_ray
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.rank_save import Captured
+from ray_dcp.runtime.ray_calls import call_actor, check_ray
+from ray_dcp.runtime.session import LEASE_S, NAMESPACE
 from ray_dcp.runtime.stager import StagingAddress, stager_of
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
@@ -127,7 +126,7 @@ class ActorLink:
     def post(self, method: str, *arguments: Any) -> None:
         """Sends a call whose answer nobody waits for."""
         # Suppressed: that the stager is gone, or Ray, is found by the next call.
-        with suppress(Exception), ray_private.starting_no_ray(), ray_calls.inside():
+        with suppress(Exception), ray_calls.starting_no_ray(), ray_calls.inside():
             check_ray(self.stager)
             getattr(self.handle, method).remote(*arguments)
 
@@ -516,7 +515,7 @@ class RankStaging:
         """Returns the link to the stager."""
         with self._lock:
             if self._link is None:
-                self._link = self._connect(self._stager)
+                self._link = self._connect()
             return self._link
 
     def replace(self, dead: ActorLink) -> ActorLink:
@@ -529,27 +528,20 @@ class RankStaging:
             if self._link is dead or self._link is None:
                 dead.end_stager()
                 dead.close()
-                self._link = self._connect(self._stager, dead.stager)
+                self._link = self._connect(dead.stager)
             return self._link
 
-    def _connect(
-        self,
-        stager: Callable[[], Any],
-        not_this: str | None = None,
-        timeout_s: float = START_S,
-    ) -> ActorLink:
+    def _connect(self, not_this: str | None = None) -> ActorLink:
         """Registers this rank at a stager and returns the link to it.
 
         Args:
-            stager: Returns its handle, after making it if there is none.
             not_this: A stager that is dead; its name may still be found for a moment.
-            timeout_s: How long to try, in seconds.
 
         Raises:
             ParticipantError: It does not come or answer.
         """
         begin_s, is_logged = time.monotonic(), False
-        end_s = begin_s + timeout_s
+        end_s = begin_s + START_S
 
         def log_slow_start(_: bool) -> None:
             nonlocal is_logged
@@ -561,15 +553,15 @@ class RankStaging:
                     "s. Look whether that node has CPU and memory for one more process",
                     self.name,
                     waited_s,
-                    timeout_s,
+                    START_S,
                 )
 
         while True:
-            handle = stager()
+            handle = self._stager()
             try:
                 place: StagingAddress = call_actor(
                     "the node's stager",
-                    lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
+                    lambda fresh: self._stager() if fresh else handle,  # noqa: B023 - called at once
                     lambda actor: actor.place.remote(),
                     timeout_s=max(end_s - time.monotonic(), 1.0),
                     given_up=log_slow_start,
@@ -581,7 +573,7 @@ class RankStaging:
                     raise
             if time.monotonic() >= end_s:
                 raise ParticipantError(
-                    f"expected another stager than {not_this}, which is dead, within {timeout_s:g} "
+                    f"expected another stager than {not_this}, which is dead, within {START_S:g} "
                     f"s; look whether its node is overloaded, and save again"
                 )
             threading.Event().wait(0.1)
@@ -592,8 +584,8 @@ class RankStaging:
             with suppress(AttributeError, OSError):
                 pidfd = os.pidfd_open(place.pid)
         link = ActorLink(handle, place, pidfd)
-        caller = ray_private.this_caller(os.getpid())
-        link.call("enter", self.name, self._process, caller, pid, timeout_s=timeout_s)
+        caller = ray_calls.this_caller(os.getpid())
+        link.call("enter", self.name, self._process, caller, pid, timeout_s=START_S)
         return link
 
 

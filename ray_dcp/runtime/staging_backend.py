@@ -29,8 +29,8 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
+from ray_dcp.core.processes import begin
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.io.threads import begin
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,
@@ -205,13 +205,13 @@ class StagerBackend:
     def _written(self) -> tuple[FileReceipt, ...]:
         """Returns the receipts of this rank's files, if the stager still has them all."""
         found = None if self._staged is None else self._staged.progress()
-        receipts = () if found is None else tuple(one.receipt for one in found.reports)
-        return tuple(one for one in receipts if one is not None)
+        reports = () if found is None else found.reports
+        return tuple(file for report in reports for file in report.files)
 
     def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
         session, key = self._session, save.progress.key or save.key
         staged = self._staged = session.staging().stage(
-            StageKey((key, go.epoch), session.rank, go.attempt),
+            StageKey(key, session.rank, go.attempt, go.epoch),
             go.plan,
             captured,
             target=save.target,
@@ -227,8 +227,9 @@ class StagerBackend:
     def _report(self, staged: Staged) -> PartsHeld:
         """Reports to the coordinator who holds the bytes; only then may the rank die."""
         own = staged.key
-        key, epoch = own.save
-        held = PartsHeld(key, own.rank, own.attempt, epoch, staged.stager, staged.num_bytes)
+        held = PartsHeld(
+            own.save, own.rank, own.attempt, own.epoch, staged.stager, staged.num_bytes
+        )
         reply = self._session.call(held)
         if not isinstance(reply, Ack):
             raise reply_error(reply, own.rank)

@@ -668,7 +668,7 @@ def write_metadata(
     Examples:
         >>> from ray_dcp.options import SaveOptions
         >>> from ray_dcp.saving import save
-        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> from ray_dcp.store.storage import MemoryStorage
         >>> storage = MemoryStorage("doc-metadata")
         >>> options = SaveOptions(stock_metadata=False)
         >>> _ = save({"step": 7}, checkpoint_id="memory://doc-metadata", options=options)

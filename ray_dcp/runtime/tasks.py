@@ -57,7 +57,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.planning import differences
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.columns import decode, for_rank, without_rank
-from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.processes import at_once, collector_paused, run_tasks
 from ray_dcp.core.values import Columns, GlobalPlan, Int64Array
 from ray_dcp.errors import (
     CheckpointError,
@@ -81,7 +81,6 @@ from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import end_of, place_runs, placed
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
 from ray_dcp.io.records import read_slots, used_slots
-from ray_dcp.io.threads import at_once, run_tasks, threads_for
 from ray_dcp.planning.fingerprint import Fingerprints, Regular, alike, fingerprint, infer
 from ray_dcp.planning.global_plan import (
     MIN_WRITER_BYTES,
@@ -104,7 +103,7 @@ from ray_dcp.runtime.standing import (
 )
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, threads_for
 
 SAMPLES = 16
 

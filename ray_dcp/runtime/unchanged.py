@@ -22,6 +22,7 @@ import numpy as np
 from ray_dcp.commit_protocol.messages import SaveGo, SaveOutcome, Target
 from ray_dcp.core.checksums import CHECK_BYTES, digest, num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.processes import begin
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
@@ -36,7 +37,6 @@ from ray_dcp.core.values import (
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.format.manifest import FileEntry, Manifest, decode_record, record_key
 from ray_dcp.io.checkpoint import newest_record
-from ray_dcp.io.threads import begin
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published, file_layout
 from ray_dcp.store.storage import PublishedFile, Storage
 from ray_dcp.view.run_listing import folders_in, step_of

@@ -24,10 +24,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.options import check_above_0
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.ray_session import attach_named
 from ray_dcp.runtime.session import sessions
 from ray_dcp.store.location import AnyPlace
@@ -576,7 +576,7 @@ def _ensure_ray() -> bool:
     if ray.is_initialized():
         return False
     if attach_named(None) is None:
-        with ray_private.signal_handlers_kept():
+        with ray_calls.signal_handlers_kept():
             ray.init(
                 # Why: without an address Ray takes any cluster that runs on this machine.
                 address="local",
@@ -594,7 +594,7 @@ def _end(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
     _kill_all(ranks)
     ranks.clear()
     if started_ray:
-        with ray_private.signal_handlers_kept():
+        with ray_calls.signal_handlers_kept():
             ray.shutdown()
 
 

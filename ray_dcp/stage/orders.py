@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from ray_dcp.commit_protocol.messages import FileReceipt, Target
+from ray_dcp.commit_protocol.messages import OpKey, PartsWritten, Target
 from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import PublishedFile
 
@@ -76,11 +76,16 @@ _LEAST_LIMIT = _LEAST_WINDOW * _LEAST_WINDOWS
 class StageKey:
     """One rank's share of one attempt."""
 
-    save: Any
-    """Whatever the caller calls the save; unique for the life of the stager. The runtime's is
-    `(OpKey, epoch of the coordinator that planned it)`."""
+    save: OpKey
     rank: int
     attempt: str
+    epoch: int = 1
+    """Epoch of the coordinator that planned the save."""
+
+    @classmethod
+    def of(cls, report: PartsWritten) -> StageKey:
+        """Returns the share that a report is of."""
+        return cls(report.key, report.rank, report.attempt, report.epoch)
 
 
 @dataclass(frozen=True)
@@ -128,17 +133,6 @@ class StageOrder:
 
 
 @dataclass(frozen=True)
-class StageReport:
-    """Stager → whoever collects receipts: what became of one part file. May come twice."""
-
-    key: StageKey
-    file: int
-    """`FilePlan.file`."""
-    receipt: FileReceipt | None
-    error: CheckpointError | None = None
-
-
-@dataclass(frozen=True)
 class InFlight:
     """A save that a stager works for, whose outcome it does not know."""
 
@@ -158,5 +152,5 @@ class StageProgress:
     written_bytes: int
     is_sealed: bool
     """The stager holds all bytes: the rank may go on."""
-    reports: tuple[StageReport, ...]
-    """All so far, whether or not they could be delivered."""
+    reports: tuple[PartsWritten, ...]
+    """One of each file so far, whether or not it could be delivered."""

@@ -25,12 +25,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import start_thread
+from ray_dcp.commit_protocol.messages import FileReceipt, PartsWritten, Target
+from ray_dcp.core.processes import run_tasks, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
-from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
-from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.orders import (
     Grant,
     InFlight,
@@ -38,12 +36,18 @@ from ray_dcp.stage.orders import (
     StageKey,
     StageOrder,
     StageProgress,
-    StageReport,
     Unknown,
 )
-from ray_dcp.stage.staged_memory import WindowBytes
-from ray_dcp.stage.tier_index import Part, TierEntry, TierFile, kept_file, too_many
-from ray_dcp.stage.windows import StagingLayout, lay_out_windows
+from ray_dcp.stage.staged_memory import Room, WindowBudget, WindowBytes
+from ray_dcp.stage.windows import (
+    Part,
+    StagingLayout,
+    TierEntry,
+    TierFile,
+    kept_file,
+    lay_out_windows,
+    too_many,
+)
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -91,7 +95,7 @@ class WriteQueue:
         self,
         limit_bytes: int,
         window_bytes: int,
-        report: Callable[[Any, StageReport], None],
+        report: Callable[[Any, PartsWritten], None],
         opener: Callable[[Target], Storage] = open_storage,
         *,
         linger_s: float = LINGER_S,
@@ -601,7 +605,7 @@ class WriteQueue:
 
         self._tell(job, file, write_staged(job, file, passed, self._opener))
 
-    def _tell(self, job: Job, file: int, report: StageReport) -> None:
+    def _tell(self, job: Job, file: int, report: PartsWritten) -> None:
         with self._lock:
             job.reports[file] = report
             silent = job.state.fate in ("cancelled", "released")
@@ -711,7 +715,7 @@ class Job:
     """How many of its windows have had room."""
     windows: dict[int, WindowBytes] = field(default_factory=dict)
     """Bytes of the windows that are here, or were."""
-    reports: dict[int, StageReport] = field(default_factory=dict)
+    reports: dict[int, PartsWritten] = field(default_factory=dict)
     """By position in `plan.files`."""
     written_bytes: int = 0
     moved_s: float = field(default_factory=lambda: time.monotonic())
@@ -741,7 +745,7 @@ class Job:
     def is_written(self) -> bool:
         """Whether there is a receipt for each of its files."""
         told = self.reports
-        return len(told) == len(self.files) and all(one.receipt for one in told.values())
+        return len(told) == len(self.files) and all(one.files for one in told.values())
 
     @property
     def run(self) -> str:
@@ -902,7 +906,7 @@ def write_staged(
     file: int,
     passed: Callable[[int | None, int], None],
     opener: Callable[[Target], Storage],
-) -> StageReport:
+) -> PartsWritten:
     """Writes one file of a job and returns what became of it. Never raises.
 
     Args:
@@ -926,10 +930,10 @@ def write_staged(
         return unwritten(job, file, exc)
     finally:
         pieces.let_go()
-    return StageReport(order.key, plan.file, receipt)
+    return _report(order.key, (receipt,))
 
 
-def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
+def unwritten(job: Job, file: int, error: BaseException) -> PartsWritten:
     """Returns the report of a file that could not be written.
 
     Args:
@@ -943,7 +947,13 @@ def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
             f"writing staged bytes failed: {type(error).__name__}: {error}", key=plan.key
         )
     # Why a copy: the report stays, and the frames of a traceback hold views of the bytes.
-    return StageReport(job.order.key, plan.file, None, copy.copy(error))
+    return _report(job.order.key, error=copy.copy(error))
+
+
+def _report(
+    key: StageKey, files: tuple[FileReceipt, ...] = (), error: CheckpointError | None = None
+) -> PartsWritten:
+    return PartsWritten(key.save, key.rank, key.attempt, key.epoch, files, error)
 
 
 def answer(future: Future[Any], error: CheckpointError | None, result: Any) -> None:

@@ -18,9 +18,8 @@ from ray_dcp.store.location import (
     split_url,
     url_below,
 )
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_stores import PROVIDERS
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import MemoryStorage, Storage
 
 
 def as_target(place: AnyPlace) -> Target:

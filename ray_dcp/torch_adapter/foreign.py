@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from ray_dcp.core import phases
+from ray_dcp.core.processes import Stop, run_within
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -50,7 +51,6 @@ from ray_dcp.errors import (
     StateDictError,
     UnsupportedValueError,
 )
-from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.torch_adapter.collective import Group, Sealed, Steps, all_reduce, reduce_scatter
 from ray_dcp.torch_adapter.flatten import flatten, flatten_top, listed

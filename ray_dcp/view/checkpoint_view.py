@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.processes import run_tasks
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind
 from ray_dcp.errors import (
     CheckpointError,
@@ -34,7 +35,6 @@ from ray_dcp.format.safetensors import MAX_HEADER_BYTES
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint
 from ray_dcp.io.reader import read_item
-from ray_dcp.io.threads import run_tasks
 from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from ray_dcp.commit_protocol.attempts import attempts_of
-from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.processes import collector_paused, run_tasks
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
@@ -33,7 +33,6 @@ from ray_dcp.format.step_info import (
 )
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
-from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below

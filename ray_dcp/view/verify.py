@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import block_checks, digest_bytes
+from ray_dcp.core.processes import Stop, run_tasks
 from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.errors import (
     CheckpointError,
@@ -48,7 +49,6 @@ from ray_dcp.format.torch_items import (
 from ray_dcp.io.checkpoint import Checkpoint, is_ours, projects, read_checkpoint, what_became_of
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.records import info_below
-from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there

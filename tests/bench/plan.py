@@ -42,7 +42,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.gatherer import BatchWindow, group_of
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.world import Batch, Shell, join_save
 
 WORLDS = (64, 256, 1024, 4096, 10240)

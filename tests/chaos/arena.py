@@ -26,9 +26,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import ray_private
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.coordinator import Coordinator
+from ray_dcp.runtime.session import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.chaos.traps import loopback_addresses
 from tests.support.daemons import NODE as SMALL
@@ -59,7 +59,7 @@ class Arena:
     def __init__(self) -> None:
         config = {"_system_config": {"health_check_period_ms": HEALTH_MS}}
         self._daemons = Daemons(**NODE, num_cpus=2, resources={"head": 100, "seat": 1}, **config)
-        with ray_private.signal_handlers_kept(), ExitStack() as begun:
+        with ray_calls.signal_handlers_kept(), ExitStack() as begun:
             begun.enter_context(loopback_addresses())
             begun.callback(self._daemons.close)
             ray.init(
@@ -149,7 +149,7 @@ class Arena:
     def node(self) -> Any:
         """Returns the second node, after making it if there is none."""
         if self._node is None:
-            with ray_private.signal_handlers_kept():
+            with ray_calls.signal_handlers_kept():
                 node = {**SMALL, **NODE, "num_cpus": 1, "resources": {"seat": 2}}
                 self._node = self.cluster.add_node(**node)
         return self._node
@@ -238,7 +238,7 @@ class Arena:
         with suppress(CheckpointError):
             self.end_ranks()
         self.end_node()
-        with ray_private.signal_handlers_kept():
+        with ray_calls.signal_handlers_kept():
             self._begun.close()
 
 

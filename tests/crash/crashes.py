@@ -30,8 +30,7 @@ from ray_dcp.io.writer import Published
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.unchanged import RunHistory, published_files
-from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import MemoryStorage, Storage
 from tests.crash.interruptions import (
     ALL_VARIANTS,
     CRASHES,

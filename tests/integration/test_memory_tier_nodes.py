@@ -8,10 +8,10 @@ import pytest
 import ray
 
 import ray_dcp
-from ray_dcp.runtime import ray_private
-from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
+from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime.session import NAMESPACE, stager_name
 from ray_dcp.runtime.worker_group import WorkerGroup
-from ray_dcp.stage.tier_index import registered_name
+from ray_dcp.stage.windows import registered_name
 from tests.integration.test_memory_tier import spoil
 from tests.support.daemons import NODE, Daemons
 from tests.support.processes import eventually
@@ -66,7 +66,7 @@ def test_ranks_on_both_nodes_take_from_both_memories(cluster, tmp_path):
         ranks.run(programs.save_kept, str(tmp_path), 1, await_files=1)
         attempt = ray_dcp.open(tmp_path / "step-1").attempt
         # A node finds the others by what they have registered.
-        assert eventually(lambda: len(ray_private.names_from(registered_name(attempt))) == 2)
+        assert eventually(lambda: len(ray_calls.names_from(registered_name(attempt))) == 2)
         spoil(tmp_path / "step-1")
         came = ranks.run(programs.kept_is, str(tmp_path / "step-1"), 1)
     assert [one.error for one in came] == [None, None]

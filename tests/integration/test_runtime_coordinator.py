@@ -12,10 +12,10 @@ import ray
 
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.errors import DeadlineError, InvalidRequestError
-from ray_dcp.runtime import ray_private
-from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.discovery import connect, current_session
 from ray_dcp.runtime.ray_session import RaySession
+from ray_dcp.runtime.session import NAMESPACE, coordinator_name
 from tests.support.processes import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -97,7 +97,7 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     waits = RaySession(session.name, 0, 2)
     before = waits.coordinator_info()
     kept = f"roster:{coordinator_name(session.name)}"
-    assert eventually(lambda: str(victim_pid) in ray_private.recall(kept))
+    assert eventually(lambda: str(victim_pid) in ray_calls.recall(kept))
     os.kill(before["pid"], signal.SIGKILL)
     os.kill(victim_pid, signal.SIGKILL)
     started_s = time.monotonic()

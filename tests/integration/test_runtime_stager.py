@@ -18,7 +18,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging as staging_link
-from ray_dcp.runtime.ray_private import store_bytes
+from ray_dcp.runtime.ray_calls import store_bytes
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.orders import StageKey, StagerOptions
 from tests.support.processes import eventually, lives
@@ -41,7 +41,7 @@ class Book:
         self.reports: list[Any] = []
         self.answers = answers
 
-    async def take_report(self, report) -> None:
+    async def call(self, report) -> None:
         import asyncio
 
         self.reports.append(report)

@@ -23,7 +23,7 @@ from ray_dcp.io.read_jobs import geometry
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.format_cases import difference, table_of
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, write_file
 from tests.unit.io_cases import table_of as table_of_plan

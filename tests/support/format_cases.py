@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ray_dcp.core.checksums import block_bytes_for_many, digest_bytes
+from ray_dcp.core.columns import pack, pack_record, record_bytes, unpack, unpack_record
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
 from ray_dcp.core.values import ChunkTable, Kind, offsets_of
 from ray_dcp.format import table as table_format
 from ray_dcp.format.manifest import FileEntry, Manifest, PlaceRun

@@ -22,8 +22,8 @@ from ray_dcp.core.phases import READ, STAGE, WRITE, Step
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import metrics, rank_save, staging_backend
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.session import InlineSession
 from ray_dcp.store.opening import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

@@ -22,8 +22,8 @@ from ray_dcp import (
     SaveOptions,
     UnsafeCheckpointError,
 )
-from ray_dcp.core import packing
 from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.columns import MOST_RATIO
 from ray_dcp.core.values import IntKey, Kind
 from ray_dcp.format import table as table_format
 from ray_dcp.format import table as tb
@@ -31,7 +31,7 @@ from ray_dcp.format.manifest import encode_record, record_key
 from ray_dcp.format.table import check_table, decode_table, encode_table, end_of
 from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support import big_views
 from tests.support.arrays import same_state, sample_state
 from tests.support.format_cases import difference, forged, many_table, mixed_table, slabs, table_of
@@ -242,7 +242,7 @@ def test_memory_stays_within_a_multiple_of_the_length():
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 10 * packing.MOST_RATIO * len(data)
+    assert peak < 10 * MOST_RATIO * len(data)
 
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)

@@ -29,9 +29,8 @@ from ray_dcp.io.records import read_slots
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import StorageTraits
+from ray_dcp.store.storage import MemoryStorage, StorageTraits
 from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.run_listing import list_checkpoints
 from tests.support.arrays import state_of

@@ -17,7 +17,7 @@ from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoin
 from ray_dcp.io.writer import write_part
 from ray_dcp.planning.global_plan import checked_receipts, make_plan, rank_plan
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import ArrayCapture, sample_state
 from tests.support.world import save_state
 

@@ -23,7 +23,7 @@ from ray_dcp.core.checksums import digest
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.gatherer import BatchWindow, group_of
 from ray_dcp.runtime.rank_save import PlanMemory
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state
 from tests.support.world import World, load_state, save_rank
 

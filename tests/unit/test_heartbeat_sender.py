@@ -14,7 +14,7 @@ from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, LimitError, StorageError
-from ray_dcp.runtime import heartbeat, ray_calls, ray_private, ray_session
+from ray_dcp.runtime import heartbeat, ray_calls, ray_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.ray_session import RayHeartbeatSender
 from tests.support.processes import eventually
@@ -81,10 +81,10 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(ray_session, "KILL_S", 1000.0)
     monkeypatch.setattr(ray_calls, "wait", fake.wait)
     monkeypatch.setattr(ray_calls, "get", fake.get)
-    monkeypatch.setattr(ray_private, "recall", fake.recall)
+    monkeypatch.setattr(ray_calls, "recall", fake.recall)
     monkeypatch.setattr(ray_calls, "kill", lambda actor, **_: fake.killed.append(fake.life))
-    monkeypatch.setattr(ray_private, "id_of", lambda actor: "id")
-    monkeypatch.setattr(ray_private, "life_of", lambda _: ray_private.Life(fake.life, True))
+    monkeypatch.setattr(ray_calls, "id_of", lambda actor: "id")
+    monkeypatch.setattr(ray_calls, "life_of", lambda _: ray_calls.Life(fake.life, True))
     return fake
 
 

@@ -26,11 +26,11 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.session import InlineSession
 from ray_dcp.runtime.standing import standing_records
 from ray_dcp.runtime.tasks import outcome, perform
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
 from tests.support.storages import ChangeScript

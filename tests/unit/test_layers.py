@@ -43,7 +43,7 @@ HOMES = {
         {"runtime", "integrations"},
         {
             "runtime.coordinator_loop",
-            "runtime.inline",
+            "runtime.session",
             "runtime.rank_load",
             "runtime.rank_save",
             "runtime.socket_session",
@@ -62,9 +62,9 @@ HOMES = {
     "fsspec": ({"store"}, set()),
     "obstore": ({"store"}, set()),
     "boto3": (set(), set()),
-    "botocore": ({"store.credentials"}, set()),
-    "google": ({"store.credentials"}, set()),
-    "azure": ({"store.credentials"}, set()),
+    "botocore": ({"store.object_stores"}, set()),
+    "google": ({"store.object_stores"}, set()),
+    "azure": ({"store.object_stores"}, set()),
     "pyarrow": ({"core", "format", "store", "view.frames"}, set()),
     "pandas": ({"view.run_view"}, set()),
 }
@@ -74,9 +74,8 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo", "averaging"}
 
 # Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
-    "store.credentials": "keys that obstore takes from there, and where the clouds' files lie",
-    "store.object_stores": "whether the endpoint that obstore takes from there has TLS",
-    "runtime.actor_names": "RAY_ADDRESS",
+    "store.object_stores": "keys and an endpoint that obstore takes from there, the clouds' files",
+    "runtime.session": "RAY_ADDRESS",
     "runtime.worker_group": "the interface that gloo uses, which it sets",
 }
 

@@ -48,8 +48,7 @@ from ray_dcp.manager.policies import superfluous
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.location import Location
-from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.storage import os_failure
+from ray_dcp.store.storage import MemoryStorage, os_failure
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.support.manager_places import (
     HERE,

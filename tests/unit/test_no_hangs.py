@@ -11,11 +11,11 @@ import pytest
 from ray_dcp.commit_protocol.messages import OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError, SaveCancelledError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
+from ray_dcp.runtime.session import InlineSession
 from ray_dcp.runtime.tasks import outcome, perform
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import ArrayCapture, ArrayWork, state_of
 from tests.support.processes import eventually
 from tests.support.storages import Gate

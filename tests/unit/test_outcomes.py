@@ -37,9 +37,8 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.session import longest_s
+from ray_dcp.runtime.session import InlineSession, longest_s
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage

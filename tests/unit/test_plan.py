@@ -20,8 +20,7 @@ from ray_dcp import (
     UnsupportedValueError,
 )
 from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts, join_receipts
-from ray_dcp.core.columns import ColumnsBuilder, decode, encode
-from ray_dcp.core.packing import pack_record, unpack_record
+from ray_dcp.core.columns import ColumnsBuilder, decode, encode, pack_record, unpack_record
 from ray_dcp.core.values import Columns, GlobalPlan, IntKey, Kind, group_rows
 from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.global_plan import make_plan, rank_plan

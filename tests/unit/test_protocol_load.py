@@ -10,9 +10,7 @@ from ray_dcp.commit_protocol.messages import (
     LoadGo,
     LoadJoin,
     LoadOutcome,
-    LoadProceed,
     LoadReady,
-    OpKey,
     ReadCounts,
     Refused,
     Target,
@@ -44,21 +42,6 @@ def to_reading(play):
     to_planning(play)
     for rank in range(play.world_size):
         play.send(LoadReady(KEY, rank))
-
-
-def test_the_checkpoint_is_looked_for_once_and_all_ranks_load_the_same():
-    play = Play(world_size=3)
-    to_planning(play)
-    assert [type(c.task) for c in play.commands if hasattr(c, "task")] == [ReadCheckpoint]
-    assert [play.reply(r, "LoadJoin") for r in range(3)] == [LoadGo("native", 3, b"manifest")] * 3
-
-
-def test_no_rank_reads_before_every_rank_is_ready():
-    play = Play()
-    to_planning(play)
-    assert play.send(LoadReady(KEY, 0)) is None
-    assert play.send(LoadReady(KEY, 1)) == LoadProceed()
-    assert play.reply(0, "LoadReady") == LoadProceed()
 
 
 def test_what_one_rank_leaves_another_may_take_and_all_learn_what_nobody_takes():
@@ -197,11 +180,6 @@ def test_steps_out_of_order_are_refused_and_change_nothing():
         play.send(LoadDone(KEY, 0))
     play.join_load(1)
     assert play.task == ReadCheckpoint(TARGET)
-
-
-def test_a_step_of_a_load_that_nobody_knows_says_to_call_again():
-    with pytest.raises(ParticipantError, match="Call again"):
-        Play().send(LoadReady(OpKey("run", 5), 0))
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])

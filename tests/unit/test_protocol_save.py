@@ -147,32 +147,11 @@ def test_a_failure_waits_only_a_moment_for_the_errors_of_other_ranks():
     assert play.receipt(0).error is told(play, 1)
 
 
-# Deadlines and lost ranks
-
-
-def test_the_deadline_of_writing_fences_the_attempt_off_before_anybody_is_told():
-    play = Play(world_size=3)
+def test_a_timer_of_an_earlier_phase_ends_nothing(play):
     play.to_writing()
-    play.receipt(0)
-    assert play.timer.after_s == SaveOptions().write_timeout_s
-    play.expire()
-    assert (type(play.task), play.task.slot, play.task.attempt) == (CreateAbort, 1, "a1")
-    assert play.errors("SaveReceipt") == {}
-    play.done(RecordCreated(1))
-    assert "ranks 1, 2 did not" in told(play).message
-
-
-def test_a_lost_rank_is_named_on_all_others_unless_its_receipt_is_here():
-    play = Play(world_size=3)
-    play.to_writing()
-    play.receipt(0)
-    play.lose(0)
-    play.lose(2, reason="its actor died")
-    play.receipt(1)
-    play.done(RecordCreated(1))
-    error = told(play, 1)
-    assert (type(error), error.rank) == (ParticipantError, 2)
-    assert "its actor died" in error.message
+    assert play.coordination.expired(KEY, "joining") == ()
+    assert play.receipt(0) is play.receipt(1) is None
+    assert isinstance(play.task, BuildCommit)
 
 
 # Disagreement
@@ -422,21 +401,6 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
     assert "frozen (stopped, swapped out, or a thread holds the GIL)" in error.message
 
 
-def test_nobody_is_blamed_before_the_timeout_nor_for_being_slow_while_it_beats():
-    play = Beating(world_size=2)
-    play.to_writing()
-    play.receipt(0)
-    play.check_silence(TIMEOUT_S - 0.01)
-    assert (play.timer.phase, play.timer.after_s) == ("writing", SaveOptions().write_timeout_s)
-    for step in range(1, 100):
-        play.now_s = 9.0 * step
-        play.beat(0)
-        play.beat(1)
-        play.check_silence(9.0 * step)
-    play.receipt(1)
-    assert isinstance(play.task, BuildCommit)
-
-
 def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_silence():
     play = Beating(world_size=2)
     play.coordination.place(KEY.session, 1, "pid 7 on host-b")
@@ -550,20 +514,6 @@ def test_who_waits_for_long_is_told_once_for_whom():
 
 
 # Cancelling, leaving, and ranks ahead of a restarted coordinator
-
-
-def test_a_save_can_be_cancelled_until_its_commit_and_the_answer_stays_the_same():
-    play = Play()
-    play.to_writing()
-    play._take(play.coordination.cancel(KEY, "enough"))
-    assert play.coordination.is_cancelled(KEY)
-    play._take(play.coordination.cancel(KEY, "again"))
-    assert play.coordination.is_cancelled(KEY)
-    play.done(RecordCreated(1))
-    play.receipt(0)
-    assert type(play.errors("SaveReceipt")[0]) is SaveCancelledError
-    assert "enough" in play.errors("SaveReceipt")[0].message
-    assert play.coordination.is_cancelled(KEY)
 
 
 @pytest.mark.parametrize("why", ["its commit has begun", "it failed by itself", "it is over"])

@@ -170,14 +170,6 @@ def test_a_file_that_is_reported_twice_counts_once(play):
     assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
 
 
-def test_an_error_of_a_stager_fails_the_save_and_stagers_are_told_so(play):
-    play.to_staged()
-    assert play.written(1, error=StorageError("the disk is full", key="__2")) == Ack()
-    error = fails(play)
-    assert (type(error), error.rank) == (StorageError, 1)
-    assert play.written(0, 0).error is error
-
-
 def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
     with pytest.raises(CommitUnknownError, match="restarted"):
         play.written(0, 0)
@@ -395,14 +387,6 @@ def test_a_stager_that_reports_late_takes_nothing_from_the_one_that_holds_the_by
     resumed.lose_stager("s9")
     resumed.say_again()
     commit(resumed)
-
-
-def test_what_nobody_says_again_does_not_count(resumed):
-    resumed.held(0)
-    resumed.written(0, 0)
-    resumed.held(1)
-    resumed.written(1, 2, 3)
-    assert not resumed.todo
 
 
 def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(resumed):

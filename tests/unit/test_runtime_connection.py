@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from ray_dcp.errors import DeadlineError, ParticipantError
-from ray_dcp.runtime import coordinator_call, ray_calls, ray_private, ray_session
+from ray_dcp.runtime import ray_calls, ray_session
 from ray_dcp.runtime.coordinator import coordinator_of
-from ray_dcp.runtime.coordinator_call import call_actor
 from ray_dcp.runtime.discovery import connect
+from ray_dcp.runtime.ray_calls import call_actor
 from ray_dcp.runtime.session import (
     Connection,
     Disconnected,
@@ -29,7 +29,7 @@ def connected(monkeypatch):
     """Sets which connection this process has; the first one at the start."""
 
     def set_to(value: tuple[str, str] | None) -> None:
-        monkeypatch.setattr(ray_private, "this_connection", lambda: now[0])
+        monkeypatch.setattr(ray_calls, "this_connection", lambda: now[0])
         now[0] = value
 
     now: list[tuple[str, str] | None] = [None]
@@ -84,7 +84,7 @@ def test_no_call_reaches_a_ray_that_is_not_up():
 
 
 def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monkeypatch):
-    monkeypatch.setattr(coordinator_call, "check_ray", lambda who, rank: None)
+    monkeypatch.setattr(ray_calls, "check_ray", lambda who, rank: None)
     with pytest.raises(ParticipantError, match="has not been started"):
         call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
     assert not ray.is_initialized()
@@ -104,7 +104,7 @@ def test_no_call_starts_a_ray(name):
     ids=["a handle of another cluster is out of reach", "a mistake stays one"],
 )
 def test_an_error_of_the_call_itself(monkeypatch, error, expected):
-    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_calls.ray, "is_initialized", lambda: True)
     with pytest.raises(expected, match=str(error)):
         call_actor("the coordinator", lambda fresh: object(), failing(error), timeout_s=5.0)
 
@@ -123,8 +123,8 @@ def answering(monkeypatch):
 
         return one
 
-    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(coordinator_call, "_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(ray_calls.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_calls, "_PAUSE_S", (0.0, 0.0))
     monkeypatch.setattr(ray_calls, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray_calls, "get", lambda ref, **_: ref)
     return send
@@ -142,8 +142,8 @@ def test_an_actor_is_called_again_for_as_long_as_ray_may_take_to_start_it_anew(a
 def test_an_actor_that_stays_out_of_reach_is_given_up_and_it_is_said_before(
     answering, caplog, monkeypatch
 ):
-    monkeypatch.setattr(coordinator_call, "OUT_OF_REACH_S", 0.2)
-    monkeypatch.setattr(coordinator_call, "LONG_WAIT_S", 0.05)
+    monkeypatch.setattr(ray_calls, "OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(ray_calls, "LONG_WAIT_S", 0.05)
     with pytest.raises(ParticipantError, match=r"reachable.*it is restarting"):
         call_actor(
             "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=60.0
@@ -157,8 +157,8 @@ def test_an_actor_that_stays_out_of_reach_is_given_up_and_it_is_said_before(
 
 
 def test_an_actor_that_lived_meanwhile_may_be_out_of_reach_as_long_again(answering, monkeypatch):
-    monkeypatch.setattr(coordinator_call, "OUT_OF_REACH_S", 0.2)
-    monkeypatch.setattr(coordinator_call, "REACHED_S", 0.1)
+    monkeypatch.setattr(ray_calls, "OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(ray_calls, "REACHED_S", 0.1)
     send = answering([UNAVAILABLE] * 6)
 
     def slowly(actor):
@@ -172,7 +172,7 @@ def test_an_actor_that_dies_for_good_is_made_anew_so_often_and_no_more(answering
     made = []
     with pytest.raises(ParticipantError, match="ActorDiedError"):
         call_actor("x", made.append, answering(repeat(ActorDiedError())), timeout_s=60.0)
-    assert made == [False] + [True] * (coordinator_call.MOST_MADE - 1)
+    assert made == [False] + [True] * (ray_calls.MOST_MADE - 1)
 
 
 @pytest.fixture

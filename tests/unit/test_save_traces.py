@@ -35,7 +35,7 @@ from ray_dcp.format.save_trace import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.metrics import SaveRecorder, Tracing
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 
 ATTEMPT = "0123456789abcdef"
 KEY = OpKey("s", 0)

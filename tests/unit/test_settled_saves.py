@@ -20,7 +20,7 @@ import ray_dcp
 from ray_dcp import asynchronous, errors, events
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
-from ray_dcp.runtime.inline import session_alone
+from ray_dcp.runtime.session import session_alone
 from tests.unit.test_async_inline import Gate, gate  # noqa: F401 - a fixture
 
 PATIENCE_S = 120

@@ -26,7 +26,7 @@ from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merg
 from ray_dcp.runtime.coordinator import SharedReadDispatch
 from ray_dcp.runtime.shared_reads import RayTransport
 from ray_dcp.runtime.tasks import perform
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.support.protocol import KEY, Play
 from tests.support.threads import Board, ThreadExchange
 from tests.unit.test_protocol_load import to_planning

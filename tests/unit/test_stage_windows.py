@@ -25,9 +25,8 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.runtime import staging
 from ray_dcp.runtime.staging import transfer
 from ray_dcp.stage import windows as stage_windows
-from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.orders import Grant, StageKey, StagerOptions
-from ray_dcp.stage.staged_memory import PrivateMemory
+from ray_dcp.stage.staged_memory import PrivateMemory, Room, WindowBudget
 from ray_dcp.stage.windows import (
     HostFiller,
     copy_all,

@@ -26,8 +26,7 @@ from ray_dcp.runtime import staging
 from ray_dcp.runtime.staging import transfer
 from ray_dcp.stage import write_queue
 from ray_dcp.stage.orders import StagedWindow, StageKey
-from ray_dcp.stage.tier_index import too_many
-from ray_dcp.stage.windows import HostFiller
+from ray_dcp.stage.windows import HostFiller, too_many
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import PublishedFile
@@ -83,7 +82,7 @@ def test_it_writes_the_bytes_that_the_rank_would_have_written(num_slots, places)
     scribbled(what)()
     assert node.idle()
     assert same_files(*places)
-    found = {report.file: report.receipt for report in node.reports}
+    found = {file.file: file for report in node.reports for file in report.files}
     assert [found[r.file].digest for r in expected] == [r.digest for r in expected]
     assert [found[r.file].deferred for r in expected] == [r.deferred for r in expected]
 
@@ -98,7 +97,7 @@ def published(what: Share, target: Target) -> dict[bytes, tuple[PublishedFile, .
 
 
 def reused(node: Node) -> list[str]:
-    return sorted(report.receipt.reused for report in node.reports)
+    return sorted(file.reused for report in node.reports for file in report.files)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray_dcp import InternalError
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, AwakeClock, Heartbeat, HeartbeatAck
-from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged
-from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.coordinator import Coordinator
-from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
+from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, PartsWritten, SaveStaged
+from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime.coordinator import Coordinator, StagedPlans, StagerWatch
 from ray_dcp.runtime.stager import REPORT_TRIES, deliver
-from ray_dcp.stage.orders import StageKey, StageProgress, StageReport
+from ray_dcp.stage.orders import StageKey, StageProgress
 from tests.support.protocol import KEY
 from tests.unit.test_protocol_staged import StagedPlay
 
@@ -48,7 +47,7 @@ class Stager:
     async def _shares(self, attempt):
         name = await self._name()
         self.asked.append(attempt)
-        keys = [StageKey((KEY, 1), rank, attempt) for rank in self.sealed]
+        keys = [StageKey(KEY, rank, attempt) for rank in self.sealed]
         return name, [StageProgress(key, 8, 8, True, ()) for key in keys]
 
 
@@ -62,10 +61,10 @@ class Cluster:
         self.is_open.set()
         self.is_down = False
         monkeypatch.setattr(ray_calls, "get_actor", self._get_actor)
-        monkeypatch.setattr(ray_private, "remember", self._remember)
-        monkeypatch.setattr(ray_private, "recall", lambda name: self.store.get(name, ""))
+        monkeypatch.setattr(ray_calls, "remember", self._remember)
+        monkeypatch.setattr(ray_calls, "recall", lambda name: self.store.get(name, ""))
         monkeypatch.setattr(
-            ray_private,
+            ray_calls,
             "names_from",
             lambda prefix: [n for n in self.store if n.startswith(prefix)],
         )
@@ -333,8 +332,8 @@ def test_a_save_that_was_cancelled_before_it_is_taken_up_is_cancelled_then(clust
 # --- Reports to a coordinator that is out of reach ------------------------------------------------
 
 
-REPORT = StageReport(StageKey((KEY, 1), 0, "a1"), 0, None)
-REFUSED = RayTaskError("take_report", "trace", ValueError("no"))
+REPORT = PartsWritten(KEY, 0, "a1", 1)
+REFUSED = RayTaskError("call", "trace", ValueError("no"))
 
 
 class Told:

@@ -17,9 +17,9 @@ import botocore.tokens
 import pytest
 
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
-from ray_dcp.store import credentials
+from ray_dcp.store import object_stores
 from ray_dcp.store.location import Location
-from ray_dcp.store.object_stores import make_store
+from ray_dcp.store.object_stores import make_store, tried
 from ray_dcp.store.opening import open_storage
 from tests.support.processes import eventually
 
@@ -245,13 +245,13 @@ def test_a_profile_that_can_not_be_used_is_told(home, options, message):
 
 
 def test_without_boto3_a_profile_is_not_read_and_the_package_is_named(cloud, home, monkeypatch):
-    monkeypatch.setattr(credentials, "_is_installed", lambda module: False)
+    monkeypatch.setattr(object_stores, "_is_installed", lambda module: False)
     with pytest.raises(InvalidRequestError, match="pip install boto3"):
         open_storage(Location("s3://no-boto/run", {"profile": "default"}))
     profile(home, "default", "KEY")
     store, _ = make_store("s3", "no-boto", {"endpoint": cloud.url})
     assert store.credential_provider is None
-    assert "for AWS profiles: pip install boto3" in credentials.tried("s3", store)
+    assert "for AWS profiles: pip install boto3" in tried("s3", store)
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -325,7 +325,7 @@ def test_a_user_and_a_service_account_of_google_are_left_to_obstore(cloud, home)
     write(path, json.dumps(login))
     store, _ = make_store("gs", "authorized-user", {"base_url": cloud.url})
     assert store.credential_provider is None
-    assert credentials.tried("gs", store) == f"the default credentials of {path}"
+    assert tried("gs", store) == f"the default credentials of {path}"
 
 
 def test_the_login_of_az_is_taken(cloud, home, monkeypatch):
@@ -354,4 +354,4 @@ def test_a_key_of_azure_comes_before_the_login(cloud, monkeypatch):
             patch.setenv(name, "a2V5" if name.endswith("KEY") else "sv=1&sig=a")
             store, _ = make_store("az", name.lower(), {"account_name": "mine"})
             assert store.credential_provider is None
-            assert credentials.tried("az", store) == f"{name} of the environment"
+            assert tried("az", store) == f"{name} of the environment"

@@ -14,13 +14,12 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
 
 from ray_dcp.errors import StorageError, StorageRefusedError
-from ray_dcp.store import memory
+from ray_dcp.store import storage as store_module
 from ray_dcp.store.filesystems import FsspecStorage
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions
 from ray_dcp.store.remote import Retrying, creates_if_absent_in
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PublishedFile
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, MemoryStorage, PublishedFile
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
 
@@ -94,7 +93,7 @@ class Server(MemoryStorage):
 
 @pytest.fixture
 def hidden_keys(monkeypatch):
-    monkeypatch.setattr(memory, "check_key", lambda key, **_: key)
+    monkeypatch.setattr(store_module, "check_key", lambda key, **_: key)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from ray_dcp.errors import CheckpointExistsError, CommitUnknownError, StorageErr
 from ray_dcp.format.manifest import record_key
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform
 from ray_dcp.store.location import Location
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import MemoryStorage
 from ray_dcp.testing import StorageConformance
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left

@@ -10,7 +10,7 @@ import pytest
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, InternalError
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.crash.interruptions import CALLS
 from tests.crash.registry import NEW, Place
 from tests.support.storages import CrashError, Fault, Script

@@ -29,7 +29,7 @@ from ray_dcp.integrations.train.ray_train import RunFacts, parse, target_of_run
 from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, SaveRequests, ask_all
 from ray_dcp.manager import BestN, LatestN, collective_actions
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.runtime.session import InlineSession
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.train import Checkpointer, SaveBeforeResize

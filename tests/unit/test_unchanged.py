@@ -21,7 +21,7 @@ from torch import nn
 import ray_dcp
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import session_alone
+from ray_dcp.runtime.session import session_alone
 from ray_dcp.runtime.unchanged import RunHistory
 from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ray_dcp import events
-from ray_dcp.core.checks import check_whole
+from ray_dcp.core.processes import Stop
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -41,13 +41,12 @@ from ray_dcp.integrations.train.ray_train import (
     parse,
 )
 from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, save_fits
-from ray_dcp.io.threads import Stop
 from ray_dcp.manager.background import Ended, Finisher
 from ray_dcp.manager.collective_actions import CollectiveActions
 from ray_dcp.manager.policies import EverySteps, RetentionPolicy, SaveFacts
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.settings import Item, Settings
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import LoadOptions, SaveOptions, check_whole
 from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.saving import warm_staging
 from ray_dcp.torch_adapter.results import LoadReport

@@ -37,6 +37,7 @@ import ray
 import torch
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import Stop
 from ray_dcp.errors import (
     CheckpointExistsError,
     InternalError,
@@ -44,16 +45,15 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.format.names import StepNames
-from ray_dcp.io.threads import Stop
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
-from ray_dcp.runtime.ray_private import TESTED
+from ray_dcp.runtime.ray_calls import TESTED
 from ray_dcp.runtime.ray_session import RaySession
+from ray_dcp.runtime.session import InlineSession
 from ray_dcp.saving import session_for
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target

@@ -21,7 +21,7 @@ They are pure.
 `SaveBeforeResize` requests saves before the controller ends its workers. After a decision to
 resize, Ray Train ends them within milliseconds, without notifying the training function. Before
 that, it calls the controller's callbacks, which may block. They are a developer API of Ray
-(`ray_private.TESTED`) that only this module uses.
+(`ray_calls.TESTED`) that only this module uses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from typing import Any, Literal
 
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.processes import start_thread
+from ray_dcp.options import check_above_0
 from ray_dcp.runtime import ray_calls
 
 logger = logging.getLogger(__name__)
