@@ -27,7 +27,7 @@ from ray_dcp.format.names import (
     tag_key,
     tags_in,
 )
-from ray_dcp.format.step_info import info_slot
+from ray_dcp.format.step_info import info_slot, metrics_of
 from ray_dcp.io.records import RESERVE, Announced, check_announced, fence, freeing, keep_reserve
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, is_full, read_if_there
@@ -142,6 +142,9 @@ class _Marks:
                 )
                 report = freeing(self._shared, work)
             storage.delete([] if report.warnings else infos)
+            if self._expected:
+                metrics = self._shared.list(metrics_of(self._step, self._expected))
+                self._shared.delete([entry.key for entry in metrics])
             return report
         finally:
             # Why all deletions: a manager may delete another step because this one existed.
