@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp import CheckpointManager
-from ray_dcp.cli import changing
+from ray_dcp.cli import writing
 from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
@@ -33,7 +33,7 @@ def step_1(root: Path) -> Any:
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Any) -> None:
     """Does something while the user reads what is about to be deleted."""
-    monkeypatch.setattr(changing, "agree", lambda what, *, yes: happens())
+    monkeypatch.setattr(writing, "agree", lambda what, *, yes: happens())
 
 
 def test_a_checkpoint_that_is_committed_while_the_user_reads_the_prompt_stays(

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.cli.showing import gantt
+from ray_dcp.cli.showing import chrome_trace, gantt
 from ray_dcp.format.save_trace import (
     RankTimes,
     SaveTrace,
@@ -22,7 +22,6 @@ from ray_dcp.format.save_trace import (
     make_trace,
     trace_key,
 )
-from ray_dcp.view.trace import chrome_trace
 from tests.support import big_views, cli_story
 
 ATTEMPT = "0123456789abcdef"

@@ -43,9 +43,8 @@ from ray_dcp.integrations.train.ray_train import (
 from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, save_fits
 from ray_dcp.io.threads import Stop
 from ray_dcp.manager.background import Ended, Finisher
-from ray_dcp.manager.collective_actions import CollectiveActions
+from ray_dcp.manager.collective_actions import CollectiveActions, Preemption
 from ray_dcp.manager.policies import EverySteps, RetentionPolicy, SaveFacts
-from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.memory_tier import memory_of
