@@ -365,9 +365,7 @@ def train_beside_another(config: dict[str, Any]) -> None:
         note(str(folder), rank, trial=number, loaded=loaded, **session_facts(ckpt._group.session))
 
 
-def test_the_elastic_run_of_the_documentation_goes_on(train_ray, tmp_path):
-    main = example("ray_train_elastic.py")["main"]
-    for last_step in (10, 20):
-        main(str(tmp_path), last_step)
+def test_the_elastic_run_of_the_documentation_saves_its_steps(train_ray, tmp_path):
+    example("ray_train_elastic.py")["main"](str(tmp_path), 20)
     run = ray_dcp.open(tmp_path / "elastic" / "checkpoints")
     assert [step.step for step in run] == [10, 20]

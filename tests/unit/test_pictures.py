@@ -279,6 +279,7 @@ def test_a_run_shows_itself_as_a_table_and_a_checkpoint_its_tree_and_its_timelin
     root = parsed(Picture(found[1]._repr_html_()))
     assert {"w", "frozen", "n"} <= {code.text for code in root.iter("code")}
     assert "coordinator" in texts(root)
+    assert "coordinator" in texts(parsed(Picture(found.step(1).trace._repr_html_())))
 
 
 def test_views_are_drawn_by_name(run: Path):
