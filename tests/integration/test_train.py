@@ -22,7 +22,7 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     RankDisagreementError,
 )
-from ray_dcp.integrations.train import save_requests
+from ray_dcp.integrations import save_requests
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.discovery import current_session

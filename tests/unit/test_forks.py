@@ -31,7 +31,7 @@ HANDLED = {
     "store.local._LOCK": "a new one",
     "store.memory._LOCK": "a new one; the content is copied",
     "store.object_stores._LOCK": "a new one; obstore is refused, without its threads",
-    "integrations.train.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
+    "integrations.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
 }  # fmt: skip
 
 KINDS = (

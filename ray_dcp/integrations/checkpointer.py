@@ -32,15 +32,15 @@ from ray_dcp.errors import (
     RankDisagreementError,
     SaveCancelledError,
 )
-from ray_dcp.integrations.train import ray_train
-from ray_dcp.integrations.train.ray_train import (
+from ray_dcp.integrations import ray_train
+from ray_dcp.integrations.ray_train import (
     JoinedGroup,
     RunFacts,
     join,
     needed_steps,
     parse,
 )
-from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, save_fits
+from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, save_fits
 from ray_dcp.io.threads import Stop
 from ray_dcp.manager.background import Ended, Finisher
 from ray_dcp.manager.collective_actions import CollectiveActions, Preemption
