@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ray_dcp.integrations.train.checkpointer import Checkpointer as Checkpointer
-    from ray_dcp.integrations.train.checkpointer import checkpointer as checkpointer
-    from ray_dcp.integrations.train.save_requests import SaveBeforeResize as SaveBeforeResize
+    from ray_dcp.integrations.checkpointer import Checkpointer as Checkpointer
+    from ray_dcp.integrations.checkpointer import checkpointer as checkpointer
+    from ray_dcp.integrations.save_requests import SaveBeforeResize as SaveBeforeResize
 
 _HOMES = {
     "Checkpointer": "checkpointer",
@@ -25,7 +25,7 @@ __all__ = ["Checkpointer", "SaveBeforeResize", "checkpointer"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ray_dcp.train' has no attribute {name!r}")
-    home = importlib.import_module(f"ray_dcp.integrations.train.{_HOMES[name]}")
+    home = importlib.import_module(f"ray_dcp.integrations.{_HOMES[name]}")
     globals()[name] = value = getattr(home, name)
     return value
 

@@ -51,10 +51,9 @@ from ray_dcp.store.opening import place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.difference import TensorDiff, ValueDiff
+from ray_dcp.view.pictures import Node, folder_of, grown, leaves_of, shape_text
 from ray_dcp.view.run_listing import wrong_lengths
 from ray_dcp.view.run_view import RunView, StepView, read_run
-from ray_dcp.view.tables import Node, folder_of, grown, leaves_of, shape_text
-from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.verify import VerifyInterrupted, VerifyReport, items_of
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import (
@@ -515,6 +514,51 @@ def timeline(path: str, chrome_file: str | None) -> None:
             return
     width = min(max(screen_width() or _WIDTH, _LEAST_WIDTH), _MOST_WIDTH)
     told({"path": view.url, **asdict(trace)}, *gantt(trace, view.url, width))
+
+
+def chrome_trace(trace: SaveTrace) -> str:
+    """Returns a trace as JSON for `chrome://tracing` and https://ui.perfetto.dev.
+
+    Each rank is a process, after the coordinator. Times are microseconds since 1970.
+
+    Args:
+        trace: Trace of a save.
+
+    Examples:
+        >>> import json
+        >>> from ray_dcp.format.save_trace import Span
+        >>> trace = SaveTrace(
+        ...     attempt="0123456789abcdef", mode="save", world_size=1, began_s=1.0,
+        ...     committed_s=0.5, spans=(Span("write", 0, 0.1, 0.5, 8),),
+        ... )
+        >>> events = json.loads(chrome_trace(trace))["traceEvents"]
+        >>> [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+        [('write', 1100000.0, 400000.0), ('commit', 1500000.0, 0.0)]
+    """
+    late = {(straggler.rank, straggler.phase): straggler for straggler in trace.stragglers}
+    events: list[dict[str, Any]] = []
+    for lane, spans in trace.lanes().items():
+        pid = 0 if lane is None else lane + 1
+        name = "coordinator" if lane is None else f"rank {lane}"
+        meta = {"ph": "M", "pid": pid, "tid": 0}
+        events.append({**meta, "name": "process_name", "args": {"name": name}})
+        events.append({**meta, "name": "process_sort_index", "args": {"sort_index": pid}})
+        for span in spans:
+            told: dict[str, Any] = {"bytes": span.num_bytes} if span.num_bytes else {}
+            straggler = late.get((lane, span.phase)) if lane is not None else None
+            if straggler is not None:
+                told |= {"straggler": True, "median_s": straggler.median_s}
+                told |= {"where": straggler.where} if straggler.where else {}
+            times = {"ts": _micros(trace.began_s + span.start_s), "dur": _micros(span.seconds)}
+            kind = {"name": span.phase, "cat": "commit" if lane is None else "rank", "ph": "X"}
+            events.append({**kind, "pid": pid, "tid": 0, **times, "args": told})
+    whole = ("attempt", "mode", "world_size", "num_bytes")
+    other = {name.removeprefix("num_"): getattr(trace, name) for name in whole}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
 
 
 def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:

@@ -186,7 +186,7 @@ class Stop:
 
 
 def run_tasks(
-    tasks: Iterable[T], work: Callable[[T], None], num_threads: int, stop: Stop | None = None
+    tasks: Iterable[T], work: Callable[[T], object], num_threads: int, stop: Stop | None = None
 ) -> None:
     """Calls `work(task)` once for every task, in any order, on up to `num_threads` threads.
 

@@ -32,6 +32,7 @@ from ray_dcp.manager.background import Ended, Finisher, in_time
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.collective_actions import (
     CollectiveActions,
+    Preemption,
     RestoreReport,
     SavedStep,
     Wanted,
@@ -40,7 +41,6 @@ from ray_dcp.manager.collective_actions import (
 )
 from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.policies import Mode, RetentionPolicy, SaveFacts, SavePolicy
-from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import (
     Item,

@@ -212,7 +212,11 @@ class StepExporter:
         )
         # Why two pickles: the second one needs modules that are found by the first one.
         given = pickle.dumps(sys.path) + pickle.dumps(work)
-        code = "import pickle,sys; i=sys.stdin.buffer; sys.path[:]=pickle.load(i); pickle.load(i)()"
+        # Why the priority first: most of the time of a small export is the import of torch.
+        code = (
+            f"import os,pickle,sys; os.nice({_NICE}); i=sys.stdin.buffer; "
+            "sys.path[:]=pickle.load(i); pickle.load(i)()"
+        )
         timeout_s = self._settings.options.write_timeout_s
         with subprocess.Popen(  # noqa: S603 - this interpreter, and code of ours
             [sys.executable, "-c", code],
@@ -231,7 +235,6 @@ class StepExporter:
 
 def _export_step(place: Target, target: Path, **how: Any) -> None:
     """Exports a checkpoint, and puts the result where an earlier one may be. Runs in a process."""
-    os.nice(_NICE)
     work = target.parent / _WORK
     # Why: an export whose process was killed leaves it.
     shutil.rmtree(work, ignore_errors=True)

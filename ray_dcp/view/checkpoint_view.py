@@ -32,6 +32,7 @@ from ray_dcp.format import damaged
 from ray_dcp.format.manifest import slot_of, sources_in
 from ray_dcp.format.safe_pickle import PickleMachine
 from ray_dcp.format.safetensors import MAX_HEADER_BYTES
+from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint
 from ray_dcp.io.reader import read_item
@@ -41,13 +42,11 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import OneFile, Storage
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.drawing import aside, div, heading, safe, shortened
-from ray_dcp.view.pictures import timeline
+from ray_dcp.view.pictures import leaves_of, tensor_tree, timeline
 from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
-from ray_dcp.view.run_listing import num_ranks, rank_of_file
-from ray_dcp.view.tables import leaves_of, tensor_tree
+from ray_dcp.view.run_listing import num_ranks, rank_of_file, read_trace
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
-from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_opened
 from ray_dcp.view.wording import count_text, nearest, size_text
 
@@ -220,7 +219,7 @@ class CheckpointView:
         Raises:
             DamagedCheckpointError: The trace is damaged. The checkpoint does not need it.
         """
-        return read_trace(self.storage, self.attempt)
+        return trace_of(self.storage, self.attempt)
 
     @property
     def table(self) -> ChunkTable:
@@ -472,6 +471,20 @@ class CheckpointView:
         summary = "<summary style='cursor:pointer'><b>how it was saved</b></summary>"
         course = f"<details>{summary}{drawn}</details>" if drawn else ""
         return div(heading(self.url, told), tensor_tree(leaves_of(self)).html, course)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(SaveTrace):
+    """The trace of a save. Notebooks show it as a timeline."""
+
+    def _repr_html_(self) -> str:
+        return timeline(self).html
+
+
+def trace_of(storage: Storage, attempt: str | None) -> Trace | None:
+    """Returns the trace of an attempt, as notebooks show it; see `read_trace`."""
+    found = read_trace(storage, attempt)
+    return None if found is None else Trace(**vars(found))
 
 
 def read_view(path: AnyPlace) -> CheckpointView:

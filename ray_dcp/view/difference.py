@@ -304,7 +304,7 @@ class CheckpointDiff:
         return f"is of dtype {', '.join(odd)}, which has no numbers here" if odd else None
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.tables import picture_diff
+        from ray_dcp.view.pictures import picture_diff
 
         return picture_diff(self).html
 

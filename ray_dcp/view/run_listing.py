@@ -5,7 +5,8 @@ is pure: it derives the state of a folder from the names and lengths of its file
 records. `verify` checks the bytes.
 
 `list_run` returns the step folders of a run by their names alone, newest first. Whether a folder
-contains a checkpoint is found out by the load that tries it.
+contains a checkpoint is found out by the load that tries it. `read_trace` reads the trace that a
+save wrote beside its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ray_dcp.core.processes import collector_paused, run_tasks
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
+from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
 from ray_dcp.format.step_info import (
     CatalogueRow,
     decode_catalogue,
@@ -375,7 +377,7 @@ def list_checkpoints(
     return tuple(found)
 
 
-def look_into(storage: Storage, todo: Sequence[T], look: Callable[[T], None]) -> None:
+def look_into(storage: Storage, todo: Sequence[T], look: Callable[[T], object]) -> None:
     """Calls `look` for each folder, for up to 32 folders at a time on storage with high latency.
 
     Args:
@@ -555,3 +557,28 @@ def _files_in(storage: Storage) -> dict[str, int]:
     """Returns the lengths of the files of a checkpoint, without those of folders in it."""
     entries = storage.list()
     return {e.key: e.num_bytes for e in entries if "/" not in e.key}
+
+
+def read_trace(storage: Storage, attempt: str | None) -> SaveTrace | None:
+    """Returns the trace of an attempt; None if there is none.
+
+    Args:
+        storage: Storage of the checkpoint.
+        attempt: Id of the committed attempt; None for a checkpoint of another program.
+
+    Raises:
+        DamagedCheckpointError: The trace is damaged. The checkpoint does not need it.
+        StorageError: The trace can't be read.
+    """
+    if attempt is None:
+        return None
+    key = trace_key(attempt)
+    data = read_if_there(storage, key, MAX_TRACE_BYTES + 1)
+    if data is None:
+        return None
+    found = decode_trace(data, key=key)
+    if found.attempt != attempt:
+        raise DamagedCheckpointError(
+            f"expected the trace of attempt {attempt}, found that of {found.attempt}", key=key
+        )
+    return found

@@ -31,17 +31,17 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.view.checkpoint_view import CheckpointView, read_view
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view, trace_of
 from ray_dcp.view.difference import new_bytes
 from ray_dcp.view.run_listing import (
     FOREIGN,
     ListedCheckpoint,
     folders_above,
     list_checkpoints,
+    look_into,
     readable_entries,
     step_of,
 )
-from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import few, nearest, size_text
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class StepView(ListedCheckpoint):
         manifest = self.manifest
         try:
             storage = open_storage(self.path)
-            return read_trace(storage, None if manifest is None else manifest.attempt)
+            return trace_of(storage, None if manifest is None else manifest.attempt)
         except CheckpointError:
             return None
 
@@ -272,9 +272,33 @@ class RunView:
         Raises:
             StorageError: The storage failed.
         """
-        from ray_dcp.view.frames import arrow_of
+        import pyarrow
 
-        return arrow_of(self, details=details)
+        # Why Any: pyarrow has no type information.
+        pa: Any = pyarrow
+        steps = self.present
+        types = {
+            "name": pa.string(), "step": pa.int64(), "state": pa.string(),
+            "created": pa.timestamp("us", tz="UTC"), "num_bytes": pa.int64(),
+            "num_ranks": pa.int64(), "tags": pa.list_(pa.string()), "note": pa.string(),
+            "url": pa.string(),
+        }  # fmt: skip
+        if details:
+            look_into(open_storage(self.place), steps, _details)
+            sizes = dict.fromkeys(("new_bytes", "linked_bytes", "copied_bytes"), pa.int64())
+            types |= {**sizes, "stall_s": pa.float64(), "durable_s": pa.float64()}
+        rows = []
+        for step in steps:
+            created_us = None if step.created_s is None else round(step.created_s * 1e6)
+            own = {"created": created_us, "url": open_storage(step.path).url}
+            rows.append(vars(step) | own | (_details(step) if details else {}))
+        columns = {
+            name: pa.array([row[name] for row in rows], type_) for name, type_ in types.items()
+        }
+        for name in sorted({name for step in steps for name in step.metrics}):
+            values = [step.metrics.get(name) for step in steps]
+            columns[f"metrics.{name}"] = pa.array(values, pa.float64())
+        return pa.table(columns)
 
     def to_pandas(self, *, details: bool = True) -> pandas.DataFrame:
         """Returns the steps as a `pandas.DataFrame` with the columns of `to_arrow`.
@@ -406,12 +430,24 @@ class RunView:
         return found.step
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.tables import picture_steps
+        from ray_dcp.view.pictures import picture_steps
 
         return picture_steps(self).html
 
     def __repr__(self) -> str:
         return f"RunView({self.url!r}, {len(self)} checkpoints)"
+
+
+def _details(step: StepView) -> dict[str, object]:
+    """Returns the details of `RunView.to_arrow`; the step keeps what is read for them."""
+    reused = None if step.trace is None else step.reused_bytes
+    return {
+        "new_bytes": step.new_bytes if step.is_readable else None,
+        "linked_bytes": None if reused is None else reused.get("linked", 0),
+        "copied_bytes": None if reused is None else reused.get("copied", 0),
+        "stall_s": step.stall_s,
+        "durable_s": step.durable_s,
+    }
 
 
 def read_run(place: AnyPlace) -> RunView:

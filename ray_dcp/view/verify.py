@@ -53,7 +53,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
-from ray_dcp.view.trace import read_trace
+from ray_dcp.view.run_listing import read_trace
 from ray_dcp.view.wording import few, size_text
 
 _NUM_THREADS = 4

@@ -261,7 +261,7 @@ def _judge_start(
 def _committed(folder: Path) -> list[tuple[int, float]]:
     """Returns the step of each commit, and when it was made, in the order of these times."""
     from ray_dcp.format.manifest import Manifest, record_key
-    from ray_dcp.integrations.train.ray_train import parse
+    from ray_dcp.integrations.ray_train import parse
     from ray_dcp.io.records import read_slots
     from ray_dcp.store.opening import open_storage
 

@@ -94,7 +94,7 @@ def measure(config: dict[str, Any]) -> None:
     from ray.train.collective import barrier
 
     import ray_dcp.train
-    from ray_dcp.integrations.train import ray_train as telling
+    from ray_dcp.integrations import ray_train as telling
 
     rank = ray.train.get_context().get_world_rank()
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,4 +24,9 @@ def test_every_verb_prints_what_it_did(server, tmp_path: Path, monkeypatch: pyte
     names = [f"step-{step:08d}" for step in (100, 200)]
     todo = cli_story.commands(run, tmp_path, names, ours=True)
     found = cli_story.tell(todo, {run: "RUN", str(tmp_path): "WORK"})
-    cli_story.compare("s3", found, renew="RENEW_GOLDEN" in os.environ)
+    # What doctor says of buckets is the only difference from a run on a disk.
+    told, of_bucket = re.subn(
+        r"^note uploads the bucket needs a lifecycle rule .*\n", "", found, flags=re.M
+    )
+    assert of_bucket == 1
+    cli_story.compare("ours", told, renew=False)

@@ -30,11 +30,8 @@ def example(name: str) -> dict[str, Any]:
 # --- Lightning ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_lightning_trains_saves_removes_and_goes_on_as_if_it_had_not_stopped(
-    tmp_path, in_background
-):
-    fit = partial(example("lightning_trainer.py")["fit"], in_background=in_background)
+def test_lightning_trains_saves_removes_and_goes_on_as_if_it_had_not_stopped(tmp_path):
+    fit = partial(example("lightning_trainer.py")["fit"], in_background=True)
     whole = fit(tmp_path / "whole", 4)
     fit(tmp_path / "run", 3)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt"]

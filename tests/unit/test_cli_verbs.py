@@ -11,20 +11,27 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import ray_dcp
-from ray_dcp.cli import output, places
+from ray_dcp import CheckpointManager
+from ray_dcp.cli import output, places, writing
 from ray_dcp.cli.listing import changes
 from ray_dcp.cli.main import COMMANDS, main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.leases import LeaseHolder, ReaderLease
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.opening import absolute_target
 from tests.support import checkpoints
+from tests.unit.test_cli_group import printed
 
 
 def invoke(*arguments: object, **more: object) -> Result:
@@ -398,3 +405,218 @@ def test_a_store_that_does_not_answer_is_told_soon(
             assert "the connection failed: check the endpoint" in refused(*command)
             # Far less than the minutes for which a save tries again.
             assert time.monotonic() - began_s < 100
+
+
+# --- rm beside others -----------------------------------------------------------------------------
+
+STATE = {"w": torch.ones(3)}
+
+
+def step_1(root: Path) -> Any:
+    return next(step for step in ray_dcp.open(root) if step.step == 1)
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Any) -> None:
+    """Does something while the user reads what is about to be deleted."""
+    monkeypatch.setattr(writing, "agree", lambda what, *, yes: happens())
+
+
+def test_a_checkpoint_that_is_committed_while_the_user_reads_the_prompt_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "step-7"
+    place.mkdir()
+    (place / "__0_0.0123456789abcdef.distcp").write_bytes(b"crashed")
+    meanwhile(monkeypatch, lambda: ray_dcp.save(STATE, checkpoint_id=place))
+    found = invoke("rm", str(place))
+    assert found.exit_code == 2
+    assert "stands there by now" in found.output
+    assert ray_dcp.verify(place).ok
+
+
+def saved(root: Path, **first: Any) -> Path:
+    with CheckpointManager(root, 1) as manager:
+        manager.save(1, STATE, **first)
+        manager.save(2, STATE)
+    return root
+
+
+def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
+    with ReaderLease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
+        found = invoke("rm", f"{tmp_path}@1", "--yes")
+        assert found.exit_code == 2
+        assert "is being read by process" in found.output
+        assert ray_dcp.verify(tmp_path / "step-00000001").ok
+        assert invoke("rm", f"{tmp_path}@1", "--yes", "--force").exit_code == 0
+    assert [step.step for step in ray_dcp.open(tmp_path) if step.is_readable] == [2]
+
+
+def test_a_reader_whose_process_is_gone_holds_nothing(tmp_path: Path) -> None:
+    with ReaderLease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
+        (lease,) = (tmp_path / ".manager" / "reading").iterdir()
+        found = LeaseHolder.decode(lease.read_bytes())
+    assert found is not None
+    gone = LeaseHolder(found.machine, found.pid, "before", found.host)
+    lease.parent.mkdir(exist_ok=True)
+    lease.write_bytes(gone.encode())
+    assert invoke("rm", f"{tmp_path}@1", "--yes").exit_code == 0
+
+
+def test_the_number_of_an_item_s_folder_is_no_step(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
+        for value in range(4):
+            state = {"model": {"w": torch.full((3,), float(value))}}
+            manager.save(1, state, replace=value > 0)
+        manager.tag(1, "keep")
+    assert (tmp_path / "step-00000001" / "model.3").is_dir()
+    assert "expected step 3" in invoke("rm", f"{tmp_path}@3", "--yes").output
+    assert "step-00000001: a checkpoint of ray_dcp" in invoke("show", f"{tmp_path}@latest").output
+    state = {"model": {"w": torch.zeros(3)}}
+    with CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
+        manager.restore(1, state)
+    assert state["model"]["w"].tolist() == [3, 3, 3]
+
+
+def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, 1, order="any") as manager:
+        manager.save(1, STATE, tags=["good"], metrics={"loss": 2.0})
+        manager.save(2, STATE)
+        deletes = LocalStorage.delete
+
+        def delete(storage: LocalStorage, keys: Any) -> Any:
+            # What a delete removes after its record: now the number is free for the job.
+            gone = deletes(storage, keys)
+            if any(str(key).endswith(".distcp") for key in keys):
+                monkeypatch.undo()
+                manager.save(1, STATE, tags=["good"], metrics={"loss": 1.0})
+            return gone
+
+        monkeypatch.setattr(LocalStorage, "delete", delete)
+        found = invoke("rm", f"{tmp_path}@1", "--yes", "--force")
+        assert found.exit_code == 0, found.output
+    # The catalogue remembers what the info said: without it, the info itself is read.
+    (tmp_path / ".manager" / "catalogue.json").unlink()
+    step = step_1(tmp_path)
+    assert (step.tags, dict(step.metrics)) == (("good",), {"loss": 1.0})
+
+
+def test_a_deletion_that_fails_gives_the_tags_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, tags=["good"])
+    writes = LocalStorage.write
+
+    def write(storage: LocalStorage, key: str, data: Any, *args: Any, **how: Any) -> Any:
+        if key.startswith("manifest-"):
+            raise StorageError("the disk is read-only")
+        return writes(storage, key, data, *args, **how)
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    assert invoke("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
+    assert step_1(tmp_path).tags == ("good",)
+    assert ray_dcp.verify(tmp_path / "step-00000001").ok
+
+
+# --- several runs below one directory -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of three steps, whose frozen tensor is the same within a run, and a single one."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, value in (("lr-1", 1.0), ("deep/lr-2", 2.0)):
+        with ray_dcp.CheckpointManager(root / name, 1) as manager:
+            for step in (9, 10, 11):
+                state = {"w": torch.full((4,), value * step), "frozen": torch.full((99,), value)}
+                manager.save(step, state, metrics={"loss": abs(step - 9 - value)})
+            manager.join()
+        ray_dcp.open_run(root / name).tag(9, f"first-of-{name[-4:]}").annotate(10, f"noted {value}")
+    ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=root / "final")
+    return root
+
+
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told() -> Told:
+    def run(*words: object) -> str:
+        found = CliRunner().invoke(main, [*map(str, words)])
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    return run
+
+
+def test_new_bytes_are_those_of_the_step_before_in_the_same_run(parent: Path, told: Told):
+    rows = {row["name"]: row for row in json.loads(told("ls", parent, "--json"))}
+    assert list(rows) == [
+        "final",
+        *(f"{run}/step-{step:08d}" for run in ("deep/lr-2", "lr-1") for step in (9, 10, 11)),
+    ]
+    for run in ("deep/lr-2", "lr-1"):
+        first, *others = (rows[f"{run}/step-{step:08d}"]["new_bytes"] for step in (9, 10, 11))
+        assert first > 99 * 4
+        assert all(0 < other < 99 * 4 for other in others)
+
+
+def test_a_view_has_the_runs_with_names_tags_and_best_steps_of_their_own(parent: Path):
+    run = ray_dcp.open_run(parent)
+    own, deep, flat = run.runs
+    assert [step.name for step in own] == ["final"]
+    assert deep.url == f"{parent}/deep/lr-2"
+    assert deep["first-of-lr-2"].url == f"{deep.url}/step-00000009"
+    assert [one.best("loss").step for one in (deep, flat)] == [11, 10]
+    assert deep.step("latest").note == ""
+    assert deep.step(10).note == "noted 2.0"
+    assert [one.run_place.url for one in flat] == [flat.url] * 3
+    assert deep.runs == (deep,)
+
+
+def test_an_item_is_compared_with_that_item_of_the_step_before(tmp_path: Path):
+    from ray_dcp.manager import Item
+
+    with ray_dcp.CheckpointManager(tmp_path, items={"a": Item(), "b": Item()}) as manager:
+        for step in (9, 10):
+            manager.save(step, {name: {name: torch.ones(9)} for name in "ab"})
+        manager.join()
+    run = ray_dcp.open_run(tmp_path)
+    steps = {step.name: step for step in run}
+    later, earlier = (f"step-{step:08d}" for step in (10, 9))
+    assert len(run.runs) == 1
+    for item in ("", "/a", "/b"):
+        assert run.before(steps[f"{later}{item}"]) is steps[f"{earlier}{item}"]
+        assert run.before(steps[f"{earlier}{item}"]) is None
+
+
+def test_latest_of_a_directory_of_runs_names_the_runs(parent: Path, tmp_path: Path):
+    (tmp_path / "lr-1").symlink_to(parent / "lr-1")
+    found = CliRunner().invoke(main, ["diff", f"{parent / 'deep'}@latest", f"{parent}@latest"])
+    assert found.exit_code == 2
+    assert f"1 runs below it: lr-2; name one of them, as {parent}/deep/lr-2@latest" in found.stderr
+
+
+def test_doctor_and_du_and_the_report_know_the_runs(parent: Path, told: Told, tmp_path: Path):
+    findings = json.loads(told("doctor", parent, "--json"))["findings"]
+    names = [one["what"] for one in findings if one["level"] == "ok"]
+    assert names == ["versions", "reading", "latest", "deep/lr-2@latest", "lr-1@latest"]
+    usage = json.loads(told("du", parent, "--json"))
+    assert usage["total"]["other"] == 0
+    told("report", parent, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("</table>") == 3
+    assert page.count("deep/lr-2") > 2
+
+
+def test_verify_names_the_newest_good_step_of_each_run(parent: Path, told: Told):
+    lines = told("verify", parent).splitlines()[-3:]
+    assert lines == [
+        "newest good of .: final",
+        "newest good of deep/lr-2: step 11",
+        "newest good of lr-1: step 11",
+    ]
+    newest = printed("verify", parent)["newest_good"]
+    assert newest == {".": "final", "deep/lr-2": 11, "lr-1": 11}
+    assert told("verify", parent / "lr-1").splitlines()[-1] == "newest good: step 11"

@@ -18,7 +18,7 @@ from tests.support.programs.forks import Programs
 HANDLED = {
     "core.processes._collector_lock": "a new one; a collector that was paused goes on",
     "events._lock": "a new one; listeners stay, as handlers of logs do",
-    "manager.preemption._listeners": "listen only in the process that asked for it",
+    "manager.collective_actions._listeners": "listen only in the process that asked for it",
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
     "runtime.rank_load._ended": "a new one; reads that hang do so in the parent",
     "runtime.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
@@ -31,7 +31,7 @@ HANDLED = {
     "store.local._LOCK": "a new one",
     "store.storage._LOCK": "a new one; the content is copied",
     "store.object_stores._LOCK": "a new one; obstore is refused, without its threads",
-    "integrations.train.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
+    "integrations.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
 }  # fmt: skip
 
 KINDS = (

@@ -324,19 +324,6 @@ def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
     manager.close()
 
 
-def test_a_deletion_takes_only_what_was_decided_about(storage):
-    writer = writer_of(storage)
-    attempt = save_step(writer, storage, 1, OLD)
-    again = save_step(writer, storage, 1, NEW, replace=True)
-    folder = writer.root.below("step-00000001")
-    for expected in (attempt, ""):
-        with pytest.raises(errors.CheckpointExistsError, match=f"save {again} stands"):
-            delete(folder, opener=writer.root.opener, expected=expected)
-    assert list(writer.look().steps) == [1]
-    delete(folder, opener=writer.root.opener, expected=again)
-    assert list(writer.look().steps) == []
-
-
 @pytest.mark.parametrize("what", ["reading", "tags"])
 def test_what_protects_a_step_is_there_before_deletions_are_aborted(storage, monkeypatch, what):
     """Else a deletion that is announced in between would not see it."""

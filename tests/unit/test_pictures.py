@@ -16,6 +16,7 @@ from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.pictures import (
+    Leaf,
     Picture,
     line_chart,
     picture_diff,
@@ -29,7 +30,6 @@ from ray_dcp.view.pictures import (
 )
 from ray_dcp.view.run_listing import ListedCheckpoint
 from ray_dcp.view.run_view import RunView
-from ray_dcp.view.tables import Leaf
 from ray_dcp.view.tensor_handle import TensorInfo
 from tests.support import big_views
 
@@ -279,6 +279,7 @@ def test_a_run_shows_itself_as_a_table_and_a_checkpoint_its_tree_and_its_timelin
     root = parsed(Picture(found[1]._repr_html_()))
     assert {"w", "frozen", "n"} <= {code.text for code in root.iter("code")}
     assert "coordinator" in texts(root)
+    assert "coordinator" in texts(parsed(Picture(found.step(1).trace._repr_html_())))
 
 
 def test_views_are_drawn_by_name(run: Path):

@@ -24,9 +24,9 @@ from ray_dcp.errors import (
     InvalidRequestError,
     LimitError,
 )
-from ray_dcp.integrations.train import ray_train, save_requests
-from ray_dcp.integrations.train.ray_train import RunFacts, parse, target_of_run
-from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, SaveRequests, ask_all
+from ray_dcp.integrations import ray_train, save_requests
+from ray_dcp.integrations.ray_train import RunFacts, parse, target_of_run
+from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, SaveRequests, ask_all
 from ray_dcp.manager import BestN, LatestN, collective_actions
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.session import InlineSession

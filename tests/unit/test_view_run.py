@@ -54,13 +54,6 @@ def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
     assert 0 <= step.stall_s <= step.durable_s
 
 
-def test_metrics_are_read_from_the_steps(run: Path):
-    shutil.rmtree(run / ".manager")
-    assert ray_dcp.open(run).step(20).metrics == {"loss": 0.1}
-    (run / "step-00000020" / "step-info-00000000.json").write_bytes(b"{}")
-    assert ray_dcp.open(run).step(20).metrics == {}
-
-
 def test_new_bytes_are_those_of_tensors_that_changed(root: Path):
     first, second, third = ray_dcp.open(root)
     assert first.new_bytes == (8 * 2 + 16) * 4
@@ -264,17 +257,6 @@ def test_the_states_of_steps_that_are_not_whole(run: Path):
         assert ray_dcp.open(run)["latest"].url.endswith("step-40")
     with pytest.raises(UncommittedCheckpointError):
         ray_dcp.open(run)[50]
-
-
-def test_a_single_safetensors_file_is_a_checkpoint(tmp_path: Path):
-    from safetensors.torch import save_file
-
-    save_file({"w": torch.arange(6.0)}, tmp_path / "a.safetensors")
-    save_file({"other": torch.ones(1)}, tmp_path / "b.safetensors")
-    view = ray_dcp.open(tmp_path / "a.safetensors")
-    assert view.names == ("w",)
-    assert view["w"][2:4].tolist() == [2.0, 3.0]
-    assert view.verify().ok
 
 
 def test_a_run_is_a_table_of_steps_metrics_bytes_and_times(run: Path, tmp_path: Path):

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
-from ray_dcp.integrations.demo_program import digests_of
+from ray_dcp.cli.demo import digests_of
 
 HELD: dict[str, Any] = {}
 

@@ -32,19 +32,18 @@ from ray_dcp.errors import (
     RankDisagreementError,
     SaveCancelledError,
 )
-from ray_dcp.integrations.train import ray_train
-from ray_dcp.integrations.train.ray_train import (
+from ray_dcp.integrations import ray_train
+from ray_dcp.integrations.ray_train import (
     JoinedGroup,
     RunFacts,
     join,
     needed_steps,
     parse,
 )
-from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, save_fits
+from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, save_fits
 from ray_dcp.manager.background import Ended, Finisher
-from ray_dcp.manager.collective_actions import CollectiveActions
+from ray_dcp.manager.collective_actions import CollectiveActions, Preemption
 from ray_dcp.manager.policies import EverySteps, RetentionPolicy, SaveFacts
-from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions, check_whole
 from ray_dcp.runtime.memory_tier import memory_of
