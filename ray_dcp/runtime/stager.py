@@ -30,7 +30,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
-from ray_dcp.commit_protocol.messages import PartsWritten, Refused, Reply
+from ray_dcp.commit_protocol.messages import Ack, PartsWritten, Reply
 from ray_dcp.core.processes import pid_namespace
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import check_above_0
@@ -186,8 +186,8 @@ class Stager:
         Args:
             stager: Who is meant.
             order: What is handed over.
-            reporter: Handle of the coordinator that gets a report of each file, or None. Its method
-                `call` may be called twice with the same; `Refused` when nobody needs the share.
+            reporter: Handle of the coordinator that gets a report of each file, or None. Its `call`
+                may come twice with the same; it answers `Ack` while the share is needed.
         """
         self._touch()
         if stager != self._place.stager:
@@ -283,7 +283,8 @@ class Stager:
         key = StageKey.of(report)
         try:
             awaited = partial(self._queue.awaits, key)
-            if isinstance(await deliver(reporter.call.remote, report, awaited), Refused):
+            answer = await deliver(reporter.call.remote, report, awaited)
+            if answer is not None and not isinstance(answer, Ack):
                 self._queue.cancel(key, "because nobody knows of the save any more")
         except (RayError, OSError) as error:
             logger.warning(
