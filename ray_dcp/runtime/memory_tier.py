@@ -26,6 +26,7 @@ from ray_dcp.runtime.tasks import outcome
 from ray_dcp.stage.orders import InFlight, StagedWindow
 from ray_dcp.stage.staged_memory import WindowBytes, runs_of
 from ray_dcp.stage.windows import Part, TierEntry, TierFile, cut, registered_name
+from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, StorageWrapper
 
 ANSWER_S = 10.0
@@ -223,8 +224,15 @@ def memory_of(session: object) -> NodeMemory:
 
 
 def _is_open(one: InFlight) -> bool:
+    """Returns whether a save may still be committed.
+
+    A place without any file of an attempt that was written has been removed, with all records.
+    """
     try:
-        return outcome(one.target, one.attempt) == "open"
+        if outcome(one.target, one.attempt) != "open":
+            return False
+        found = open_storage(one.target).list() if one.is_written else []
+        return not one.is_written or any(one.attempt in entry.key for entry in found)
     except CheckpointError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 
 import pytest
@@ -93,3 +94,7 @@ def test_a_staged_step_is_waited_for_after_the_death_of_all_ranks(ranks, tmp_pat
         return read == from_memory > 40 << 20
 
     assert eventually(is_in_memory)
+    # The stager is told of no outcome by ranks that are dead; a removed folder has no record of it.
+    shutil.rmtree(tmp_path / "step-6")
+    polls = ranks.run(programs.polls_for_staged, str(tmp_path))
+    assert polls == [1, 1]

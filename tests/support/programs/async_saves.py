@@ -346,6 +346,24 @@ def stage_kept_and_die(path: str, step: int, gate: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Polls:
+    """Counts how often it was asked whether to stop; never stops."""
+
+    num_asked = 0
+
+    @property
+    def asked(self) -> bool:
+        self.num_asked += 1
+        return False
+
+
+def polls_for_staged(folder: str) -> int:
+    """Returns how often it was looked for staged saves below a folder until there was none."""
+    polls = Polls()
+    memory_tier.memory_of(current_session()).await_staged(folder, 60.0, polls)
+    return polls.num_asked
+
+
 def warm(num_bytes: int) -> int:
     """Gets ready for a state that only this rank has a part of; returns its shared memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
