@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -35,9 +35,11 @@ import ray_dcp
 from ray_dcp.cli.main import JSON
 from ray_dcp.cli.output import says, styled, table, told
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.wording import size_text
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
 
 @click.command()
@@ -90,6 +92,9 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
         problems.extend(f"{what}: {name}" for name in names)
         verdict = styled("DIFFERENT", "red") if names else styled("bit-equal", "green")
         _say(f"  {what}: {len(expected)} values {verdict}")
+
+    # Why here: ranks without Ray take the model and its state from this module.
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
     with WorkerGroup(4) as ranks:
         ranks.run(start)
