@@ -104,7 +104,8 @@ class Placing:
     Attributes:
         table: The chunk table; its chunks are not used before `take_chunks`.
         options: Options of the load.
-        decisive: FQNs of objects that are loaded before any target changes.
+        decisive: FQNs of what is loaded before any target changes.
+        early: Boxes like `raw` and `opaque`, of the tensors in `decisive`.
         raw: Boxes of raw tensor bytes.
         opaque: Boxes of tensors whose chunks only `torch.load` understands.
         objects: `(number in the table, FQN, place)` of Python objects.
@@ -119,7 +120,7 @@ class Placing:
         self.table = table
         self.options = options
         self.decisive = decisive
-        self.raw, self.opaque = Boxes(), Boxes()
+        self.early, self.raw, self.opaque = (Boxes(), Boxes()), Boxes(), Boxes()
         self.objects: list[tuple[int, str, Place]] = []
         self.loaded: list[str] = []
         self.cast: list[tuple[str, str, str]] = []
@@ -186,6 +187,7 @@ class Placing:
                     and not value.is_neg()
                     and value.layout is strided
                     and not hasattr(value, "global_shape")
+                    and fqn not in self.decisive
                 )
             except RuntimeError:  # layouts without strides or shape
                 is_direct = False
@@ -262,8 +264,10 @@ class Placing:
             if fqn in self.decisive:
                 yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
 
-    def put_decisive(self) -> None:
-        """Stores the objects that are in `decisive` in their containers."""
+    def finish_decisive(self) -> None:
+        """Stores what is in `decisive` in its containers."""
+        for boxes in self.early:
+            boxes.sink.finish()
         for number, (_, fqn, (parent, key)) in enumerate(self.objects):
             if fqn in self.decisive:
                 parent[key] = self._placed[number]
@@ -306,7 +310,8 @@ class Placing:
         is_raw = self._kinds[number] == _TENSOR and not (
             0 in held.shape and type(value) is AsStored
         )
-        boxes = self.raw if is_raw else self.opaque
+        raw, opaque = self.early if fqn in self.decisive else (self.raw, self.opaque)
+        boxes = raw if is_raw else opaque
         keeps = self.options.dtype == "keep" and held.dtype != stored
         if keeps or any(tensor.is_meta for tensor in held.tensors):
             kept = stored if keeps else held.dtype
@@ -510,8 +515,8 @@ def plan_targets(
         placing.check()
     whole = [number for number, _, _ in placing.objects]
     whole += [number for number, _ in own.numbers]
-    boxes = (placing.raw.wanted(), placing.opaque.wanted())
-    placing.take_chunks(table if narrow is None else narrow(boxes, whole))
+    wanted = [boxes.wanted() for boxes in (placing.raw, placing.opaque, *placing.early)]
+    placing.take_chunks(table if narrow is None else narrow(wanted, whole))
     late: list[Cast] = []
 
     def finish() -> None:
@@ -522,19 +527,24 @@ def plan_targets(
             late.extend(loaded.casts)
 
     def check_groups() -> None:
-        placing.put_decisive()
+        placing.finish_decisive()
         if loaded is not None:
             loaded.check_groups()
 
     with collector_paused():
+        first = None
+        if decisive:
+            takers = placing.decisive_takers()
+            first = Targets(
+                placing.table, options, *placing.early, objects=takers, finish=check_groups
+            )
         return Targets(
             placing.table,
             options,
             placing.raw,
             placing.opaque,
             objects=placing.object_takers(own),
-            decisive=placing.decisive_takers(),
-            decide=check_groups,
+            decisive=first,
             without_chunk=placing.without_chunk(own),
             finish=finish,
             loaded=(*placing.loaded, *own.loaded, *tied),

@@ -120,8 +120,8 @@ class OptimizerTargets:
         state: The targets; None if the checkpoint has the whole state as one object.
         left: Names in it that are read, but do not belong to this optimizer.
         is_whole: Whether the loaded state replaces all state of the optimizer.
-        decisive: Names of objects in it that have to be loaded before any target changes:
-            `check_groups` then finds whether the rest fits.
+        decisive: Names in it that have to be loaded before any target changes: `check_groups` then
+            finds whether the rest fits.
     """
 
     state: Any
@@ -290,13 +290,12 @@ class _Named:
         return OptimizerTargets(tree, left, self._is_whole, self._decisive(groups_items))
 
     def _decisive(self, items: Mapping[str, StoredValue]) -> set[str]:
-        """Returns the names of the objects of groups, if the groups might not fit the optimizer's.
+        """Returns the names of the groups' values, if the groups might not fit the optimizer's.
 
         One group of named parameters always fits one.
         """
         is_simple = self._num_stored == 1 == len(self._numbers) and self._table is self._by_name
-        objects = (rest for rest, item in items.items() if item.dtype is None)
-        return set() if is_simple else {f"{self._key}.param_groups.{rest}" for rest in objects}
+        return set() if is_simple else {f"{self._key}.param_groups.{rest}" for rest in items}
 
     def _numbered(self) -> list[tuple[Any, Any]]:
         """Returns each of the optimizer's own numbers with its parameter."""
@@ -449,13 +448,7 @@ class _Named:
         Raises:
             StateDictError: They do not fit.
         """
-        # Why without tensors: they are not loaded yet.
-        self._matched(
-            [
-                {k: v for k, v in group.items() if not isinstance(v, torch.Tensor)}
-                for group in state["param_groups"]
-            ]
-        )
+        self._matched(state["param_groups"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         packed = self._packed(state_dict)

@@ -13,10 +13,10 @@ through the planner's hooks: `resolve_tensor`, bytes, `commit_tensor`. Objects g
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -592,7 +592,11 @@ def targets_with_planner(
         hooks.run("set_up_planner", set_up)
         plan = hooks.run("create_local_plan", planner.create_local_plan)
         plan = hooks.run("finish_plan", lambda: planner.finish_plan(plan))
-    reads = PlannedReads(hooks, table, options)
+    decisive = set[str]()
+    if loaded is not None and isinstance(planner, DefaultLoadPlanner):
+        # Why not with other planners: only they know where they put what they load.
+        decisive = decisive.union(*loaded.decisive.values())
+    reads = PlannedReads(hooks, table, options, decisive)
     for item in plan.items:
         reads.add(item)
     reads.check_complete()
@@ -608,7 +612,8 @@ def targets_with_planner(
             loaded.put_back(state_dict)
             late.extend(loaded.casts)
 
-    return reads.targets(metadata, put_back, late)
+    check_groups = loaded.check_groups if loaded is not None and decisive else None
+    return reads.targets(metadata, put_back, late, check_groups)
 
 
 class _Number(int):
@@ -661,27 +666,47 @@ _ZIP = b"PK\x03\x04"
 """First bytes of everything that torch.save has written since torch 1.6."""
 
 
+class _Items(NamedTuple):
+    """Read items that are loaded together."""
+
+    raw: PlannerSink
+    opaque: PlannerSink
+    raw_boxes: Boxes
+    opaque_boxes: Boxes
+    objects: list[tuple[int, Callable[[bytes], None]]]
+    """Chunk of each object, and what receives its bytes."""
+
+
 class PlannedReads:
     """The read items of one planner, matched with the chunk table."""
 
-    def __init__(self, hooks: _PlannerHooks, table: ChunkTable, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        hooks: _PlannerHooks,
+        table: ChunkTable,
+        options: LoadOptions,
+        decisive: Collection[str],
+    ) -> None:
         self._hooks = hooks
         self._planner = hooks.planner
         self._table = table
         self._options = options
-        self._raw, self._opaque = PlannerSink(hooks, options), PlannerSink(hooks, options)
-        self._raw_boxes, self._opaque_boxes = Boxes(self._raw), Boxes(self._opaque)
+        self._decisive = decisive
         # The default lookup returns views of the state dict, so an early lookup costs nothing and
         # finds a dtype that does not match before anything changes.
         self._looks_early = isinstance(self._planner, DefaultLoadPlanner) and not hooks.overrides(
             DefaultLoadPlanner, "resolve_tensor", "lookup_tensor", "transform_tensor"
         )
-        self._raw.resolves_again = self._opaque.resolves_again = self._looks_early
+        self._rest, self._first = self._items(), self._items()
         self._index = {name: index for index, name in enumerate(table.names)}
         self._first_chunk = first_chunks(table)
-        self._objects: list[tuple[int, Callable[[bytes], None]]] = []
         self._fqns: dict[str, None] = {}
         self._stored: set[int] = set()
+
+    def _items(self) -> _Items:
+        raw, opaque = (PlannerSink(self._hooks, self._options) for _ in range(2))
+        raw.resolves_again = opaque.resolves_again = self._looks_early
+        return _Items(raw, opaque, Boxes(raw), Boxes(opaque), [])
 
     def add(self, item: ReadItem) -> None:
         """Adds a read item.
@@ -699,14 +724,15 @@ class PlannedReads:
             raise self._wrong(item, f"{fqn!r} as {item.type.name}, but it is stored as {stored}")
         self._fqns[item.dest_index.fqn] = None
         self._stored.add(tensor)
+        items = self._first if fqn in self._decisive else self._rest
         if kind == Kind.OBJECT:
-            self._objects.append((tensor, self._taker(item)))
+            items.objects.append((int(self._first_chunk[tensor]), self._taker(item)))
             return
         offset, size = self._box(item, tensor)
         dtype = dtype_of(self._table.dtypes[self._table.dtype[tensor]], fqn=fqn)
         is_opaque = kind == Kind.OPAQUE
-        sink = self._opaque if is_opaque else self._raw
-        (self._opaque_boxes if is_opaque else self._raw_boxes).add(tensor, offset, size, dtype)
+        sink = items.opaque if is_opaque else items.raw
+        (items.opaque_boxes if is_opaque else items.raw_boxes).add(tensor, offset, size, dtype)
         sink.add_item(item, dtype)
         if self._looks_early:
             sink.target(len(sink) - 1)
@@ -728,7 +754,11 @@ class PlannedReads:
             )
 
     def targets(
-        self, metadata: Metadata, put_back: Callable[[], None], late_cast: Sequence[Cast]
+        self,
+        metadata: Metadata,
+        put_back: Callable[[], None],
+        late_cast: Sequence[Cast],
+        check: Callable[[], None] | None,
     ) -> Targets:
         """Returns the targets of all read items.
 
@@ -736,20 +766,24 @@ class PlannedReads:
             metadata: DCP's metadata of the checkpoint, used to report what is missing.
             put_back: Called when all bytes are in place.
             late_cast: Filled by `put_back`.
+            check: Called when all that is decisive is loaded; None if nothing is.
         """
 
-        def finish() -> None:
-            self._raw.finish()
-            self._opaque.finish()
-            put_back()
+        def of_items(items: _Items, then: Callable[[], None], **more: Any) -> Targets:
+            def finish() -> None:
+                items.raw.finish()
+                items.opaque.finish()
+                then()
 
-        return Targets(
-            self._table,
-            self._options,
-            self._raw_boxes,
-            self._opaque_boxes,
-            objects=[(int(self._first_chunk[n]), take) for n, take in self._objects],
-            finish=finish,
+            boxes = items.raw_boxes, items.opaque_boxes
+            return Targets(
+                self._table, self._options, *boxes, objects=items.objects, finish=finish, **more
+            )
+
+        return of_items(
+            self._rest,
+            put_back,
+            decisive=None if check is None else of_items(self._first, check),
             loaded=tuple(self._fqns),
             missing=self._missing(metadata),
             unexpected=self._unexpected(),

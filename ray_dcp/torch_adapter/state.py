@@ -48,7 +48,7 @@ class LoadTargets:
     whole: list[str] = field(default_factory=list)
     """Keys whose state the load replaces completely."""
     decisive: dict[str, set[str]] = field(default_factory=dict)
-    """Names of objects that have to be loaded before `check_groups`, by the keys of optimizers."""
+    """Names that have to be loaded before `check_groups`, by the keys of optimizers."""
 
     @property
     def casts(self) -> list[Cast]:
@@ -56,7 +56,7 @@ class LoadTargets:
         return [cast for part in self.optimizers for cast in part.casts]
 
     def check_groups(self) -> None:
-        """Checks the groups of optimizers whose `decisive` objects are in place; changes nothing.
+        """Checks the groups of optimizers whose `decisive` values are loaded; changes nothing.
 
         Raises:
             StateDictError: Groups do not fit.

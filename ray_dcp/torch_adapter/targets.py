@@ -61,8 +61,6 @@ class Targets:
         raw: Boxes of raw tensor bytes, and their sink.
         opaque: Boxes of tensors whose chunks only `torch.load` understands, and their sink.
         objects: `(chunk, taker)` of Python objects.
-        decisive: `(chunk, taker)` of further objects, which have to be loaded before the others.
-        decide: Called when they are loaded; raises if the rest can't be loaded.
         without_chunk: FQNs of objects that have no stored chunk.
         finish: Stores objects and new tensors in the state dict, and calls `load_state_dict` of
             every top-level `Stateful`.
@@ -73,7 +71,8 @@ class Targets:
         wanted: The boxes of raw tensor bytes.
         sink: The memory that they are written to.
         objects: `(chunk, taker of its verified bytes)` for Python objects and opaque boxes.
-        decisive: The first of `trials`: the load of the `decisive` objects, or None.
+        decisive: What has to be loaded before all else, the first of `trials`; None if nothing has.
+            Its `finish` raises if the rest can't be loaded.
         loaded: FQNs that are loaded, in order of the state dict.
         missing: FQNs that the checkpoint lacks (only with `strict=False`).
         unexpected: FQNs of the checkpoint that the state dict does not request.
@@ -91,8 +90,7 @@ class Targets:
         opaque: Boxes,
         *,
         objects: Iterable[tuple[int, ObjectTaker]] = (),
-        decisive: Iterable[tuple[int, ObjectTaker]] = (),
-        decide: Callable[[], None] = _nothing,
+        decisive: Targets | None = None,
         without_chunk: Sequence[str] = (),
         finish: Callable[[], None] = _nothing,
         late_cast: Sequence[Cast] = (),
@@ -115,10 +113,7 @@ class Targets:
         self._subclassed: set[int] = set()
         self._without_chunk = without_chunk
         self.objects = (*objects, *self._opaque_takers())
-        early = tuple(decisive)
-        self.decisive = None
-        if early:
-            self.decisive = Targets(table, options, Boxes(), Boxes(), objects=early, finish=decide)
+        self.decisive = decisive
         self.finish = finish
         self._late_cast = late_cast
         self.loaded, self.missing, self.unexpected = loaded, missing, unexpected
@@ -152,6 +147,8 @@ class Targets:
                 f"loaded: {shown}; nothing was changed: load another checkpoint",
                 key=next(iter(missing)),
             )
+        if self.decisive is not None:
+            self.decisive.check_coverage(plan_reads(self._table, self.decisive.wanted))
 
     def check_taken(self, untaken: Untaken) -> None:
         """Raises if no rank loads a part of the checkpoint that must be loaded.
@@ -274,7 +271,7 @@ class Targets:
     def trials(self) -> Iterator[Targets]:
         """Yields loads whose values show whether the rest can be loaded.
 
-        These are the `decisive` objects, and the values of names that share memory. Each load must
+        These are those of `decisive`, and the values of names that share memory. Each load must
         be finished before the next one is requested; none of them changes a target.
 
         Raises:

@@ -21,6 +21,7 @@ from ray_dcp import saving
 from ray_dcp.errors import MissingKeyError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
+from tests.support.own_planners import OwnLookup
 from tests.support.threads import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -189,6 +190,16 @@ def test_a_group_that_was_added_is_rolled_back_to_and_asked_for(tmp_path: Path):
     assert held(state)[0]["2.weight"] == expected[0]["2.weight"]
 
 
+def with_rates_in_tensors(make: Make) -> Make:
+    def changed(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        return optimizer
+
+    return changed
+
+
 def of_class(cls: Any) -> Make:
     return lambda model: cls(model.parameters())
 
@@ -197,15 +208,27 @@ def of_class(cls: Any) -> Make:
     ("of", "steps", "saved", "to", "into", "told"),
     [
         (grouped(2, 2), 1, "mo", grouped(3, 1), "mo", "in 2 groups with other options"),
+        (
+            with_rates_in_tensors(grouped(2, 2)), 1, "mo",
+            with_rates_in_tensors(grouped(3, 1)), "mo", "in 2 groups with other options",
+        ),
         (grouped(1, 3), 1, "o", grouped(3, 1), "o", "as many parameters in the same order"),
         (adamw, 1, "mo", adamw, "o", None),
         (adamw, 0, "mo", adamw, "o", None),
         (of_class(torch.optim.Adam), 1, "mo", of_class(torch.optim.SGD), "mo", None),
         (of_class(torch.optim.Adam), 1, "mo", of_class(torch.optim.Adamax), "mo", None),
     ],
-)
+)  # fmt: skip
+@pytest.mark.parametrize("planner", [None, OwnLookup])
 def test_what_does_not_fit_is_refused(
-    of: Make, steps: int, saved: str, to: Make, into: str, told: str | None, tmp_path: Path
+    of: Make,
+    steps: int,
+    saved: str,
+    to: Make,
+    into: str,
+    told: str | None,
+    planner: Any,
+    tmp_path: Path,
 ):
     state, other = made(of), made(to, 2)
     step(state, steps)
@@ -213,7 +236,12 @@ def test_what_does_not_fit_is_refused(
     step(other)
     before = held(other), [p.tolist() for p in other["m"].parameters()]
     with pytest.raises((MissingKeyError, StateDictError), match=told):
-        load({key: other[key] for key in into}, tmp_path / "c")
+        ray_dcp.load(
+            {key: other[key] for key in into},
+            checkpoint_id=tmp_path / "c",
+            no_dist=True,
+            planner=planner() if planner else None,
+        )
     assert (held(other), [p.tolist() for p in other["m"].parameters()]) == before
 
 
