@@ -226,13 +226,12 @@ def memory_of(session: object) -> NodeMemory:
 def _is_open(one: InFlight) -> bool:
     """Returns whether a save may still be committed.
 
-    A place without any file of an attempt that was written has been removed, with all records.
+    A place that has lost a file that was written has been removed, with all records.
     """
     try:
         if outcome(one.target, one.attempt) != "open":
             return False
-        found = open_storage(one.target).list() if one.is_written else []
-        return not one.is_written or any(one.attempt in entry.key for entry in found)
+        return one.file is None or bool(open_storage(one.target).list(one.file))
     except CheckpointError:
         return False
 

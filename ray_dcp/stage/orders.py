@@ -140,6 +140,8 @@ class InFlight:
     attempt: str
     is_written: bool
     """The stager has written its part: only the commit is awaited."""
+    file: str | None
+    """Key of a file that the stager has written; None if its part has none, or is not written."""
 
 
 @dataclass(frozen=True)

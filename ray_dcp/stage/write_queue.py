@@ -340,7 +340,7 @@ class WriteQueue:
         below = url.rstrip("/") + "/"
         with self._lock:
             return [
-                InFlight(job.order.target, job.order.key.attempt, job.state.writers == "ended")
+                job.in_flight()
                 for job in self._jobs.values()
                 if job.state.fate == "open"
                 and (job.order.target.url.rstrip("/") + "/").startswith(below)
@@ -740,6 +740,13 @@ class Job:
     def is_complete(self) -> bool:
         """Whether all its windows have come."""
         return len(self.windows) == self.layout.num_windows
+
+    def in_flight(self) -> InFlight:
+        """Returns what a load has to know of this job, whose outcome is open."""
+        attempt, is_written = self.order.key.attempt, self.state.writers == "ended"
+        written = self.order.plan.files[:1] if is_written else ()
+        file = next((part_key(plan, attempt) for plan in written), None)
+        return InFlight(self.order.target, attempt, is_written, file)
 
     @property
     def is_written(self) -> bool:

@@ -541,6 +541,19 @@ def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path
     assert node.queue.num_active() == 0
 
 
+@pytest.mark.parametrize("sizes", [[5000], []], ids=["a file", "no file"])
+def test_loads_learn_which_file_a_written_share_has_on_storage(sizes, tmp_path):
+    """A share without files has none that a removed folder could have lost."""
+    node, target = Node(2), Target(str(tmp_path))
+    staged(node, share(sizes), target, options=KEEP)
+    assert eventually(lambda: node.queue.in_flight(target.url)[0].is_written)
+    (found,) = node.queue.in_flight(target.url)
+    assert (found.file is not None) == bool(sizes)
+    assert [entry.key for entry in open_storage(target).list(found.file or "")] == (
+        [found.file] if sizes else []
+    )
+
+
 def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
     node = Node(2)
     rank, _ = save(node, tmp_path, "c")
