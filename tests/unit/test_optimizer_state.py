@@ -245,6 +245,27 @@ def test_what_does_not_fit_is_refused(
     assert (held(other), [p.tolist() for p in other["m"].parameters()]) == before
 
 
+@pytest.mark.parametrize("planner", [None, OwnLookup])
+def test_groups_whose_tensors_agree_may_be_cut_differently(planner: Any, tmp_path: Path):
+    """They are compared when these tensors are loaded, and not before."""
+
+    def make(*sizes: int) -> State:
+        state = made(with_rates_in_tensors(grouped(*sizes)))
+        for group in state["o"].param_groups:
+            group["lr"].fill_(0.375)
+        return state
+
+    state, other = make(2, 2), make(3, 1)
+    step(state)
+    save(state, tmp_path / "c")
+    for group in other["o"].param_groups:
+        group["lr"].fill_(7)
+    how = {} if planner is None else {"planner": planner()}
+    ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True, **how)
+    assert [group["lr"].item() for group in other["o"].param_groups] == [0.375] * 2
+    assert held(other)[0] == held(state)[0]
+
+
 def test_groups_that_do_not_fit_on_one_rank_change_no_target_of_another(tmp_path: Path):
     state = made(grouped(2, 2))
     step(state)
