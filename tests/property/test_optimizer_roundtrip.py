@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -515,12 +514,6 @@ def test_every_arrangement_comes_back_and_goes_on(
 
 
 # Several ranks
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    with closing(Programs()) as programs:
-        yield programs
 
 
 @pytest.fixture(scope="module")

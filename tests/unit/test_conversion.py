@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +26,7 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from tests.support.programs.forks import Programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -107,7 +106,7 @@ def test_a_part_under_other_names_and_of_another_dtype(tmp_path: Path):
     assert again["step"] == 3
 
 
-def test_a_large_checkpoint_takes_little_memory(tmp_path: Path):
+def test_a_large_checkpoint_takes_little_memory(tmp_path: Path, programs: Programs):
     program = """
 import sys, torch, ray_dcp
 def anonymous():
@@ -124,10 +123,7 @@ print(anonymous() - before)
     parts = {str(i): torch.full((2 << 20,), float(i)) for i in range(12)}  # 96 MiB
     ray_dcp.save(parts, checkpoint_id=tmp_path / "c")
     ray_dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "small")
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    (ran,) = programs.run("-c", program, str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 32 << 20
     for name in ("c.pt",):
