@@ -407,7 +407,7 @@ def _part(whole: Whole, cut: Cut, *, filled: bool) -> DTensor:
 
 FIRST_SEED = int(os.environ.get("RAY_DCP_SEED", "0"))
 IS_THOROUGH = bool(os.environ.get("RAY_DCP_THOROUGH"))
-STATES = range(FIRST_SEED, FIRST_SEED + (600 if IS_THOROUGH else 30))
+STATES = range(FIRST_SEED, FIRST_SEED + (600 if IS_THOROUGH else 22))
 SHARED_STATES = range(FIRST_SEED, FIRST_SEED + (300 if IS_THOROUGH else 12))
 
 pytestmark = [
