@@ -191,26 +191,12 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
         DamagedCheckpointError: The metadata is no valid sharding info.
     """
     text = metadata.get("DCP_SHARDING_INFO")
-    return None if text is None else _shapes(text, "saved_offsets")
-
-
-def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Returns the global shapes that early versions of ray_dcp added; empty for other files.
-
-    Raises:
-        DamagedCheckpointError: The metadata is no valid sharding info.
-    """
-    return _shapes(metadata.get("DCP_SHARDING_INFO", "{}"), "global_shape", may_lack=True)
-
-
-def _shapes(text: str, field: str, *, may_lack: bool = False) -> dict[str, tuple[int, ...]]:
-    """Returns a field of the sharding info for each tensor."""
-    found = {}
-    for name, value in _object(text, "an object in DCP_SHARDING_INFO").items():
-        lengths = value.get(field) if isinstance(value, dict) else None
-        if lengths is not None or not may_lack:
-            found[name] = _lengths(name, lengths)
-    return found
+    if text is None:
+        return None
+    return {
+        name: _lengths(name, value.get("saved_offsets") if isinstance(value, dict) else None)
+        for name, value in _object(text, "an object in DCP_SHARDING_INFO").items()
+    }
 
 
 def _object(text: str | bytes, what: str) -> dict[str, Any]:

@@ -66,7 +66,6 @@ from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.safetensors import (
     SafetensorsHeader,
     TensorEntry,
-    global_shapes,
     parse_header,
     saved_offsets,
 )
@@ -98,8 +97,6 @@ class _Found:
     tensor: TensorEntry
     offset: tuple[int, ...]
     payload_offset: int
-    shape: tuple[int, ...]
-    """Global shape, as far as this file determines it."""
 
 
 def plain_files(storage: Storage) -> list[Entry]:
@@ -217,18 +214,14 @@ def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:
 
 
 def _tensors_of(file: int, header: SafetensorsHeader) -> list[_Found]:
-    offsets, shapes = saved_offsets(header.metadata), global_shapes(header.metadata)
+    offsets = saved_offsets(header.metadata)
     found = []
     for tensor in header.entries:
         offset = (0,) * len(tensor.size) if offsets is None else offsets.get(tensor.name)
         if offset is None or len(offset) != len(tensor.size):
             expected = f"an offset of {len(tensor.size)} dimensions for {tensor.name!r}"
             raise damaged(expected, str(offset), " in DCP_SHARDING_INFO")
-        reach = tuple(o + n for o, n in zip(offset, tensor.size, strict=True))
-        shape = shapes.get(tensor.name, reach)
-        if len(shape) != len(reach) or any(n < r for n, r in zip(shape, reach, strict=True)):
-            raise damaged(f"{tensor.name!r} within its global shape {shape}", f"one up to {reach}")
-        found.append(_Found(file, tensor, offset, header.data_offset + tensor.begin, shape))
+        found.append(_Found(file, tensor, offset, header.data_offset + tensor.begin))
     return found
 
 
@@ -252,7 +245,7 @@ def _table(files: list[str], found: list[_Found]) -> ChunkTable:
     offset = padded([chunk.offset for chunk in found], width, 0)
     size = padded([chunk.tensor.size for chunk in found], width, 1)
     shape = np.zeros((len(rows), width), np.int64)
-    np.maximum.at(shape, tensor, padded([chunk.shape for chunk in found], width, 1))
+    np.maximum.at(shape, tensor, offset + size)
     place = np.array([chunk.payload_offset for chunk in found], np.int64)
     length = np.array([chunk.tensor.end - chunk.tensor.begin for chunk in found], np.int64)
     return ChunkTable(
