@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ray_dcp
 from ray_dcp import saving
-from ray_dcp.errors import MissingKeyError, StateDictError
+from ray_dcp.errors import CoverageError, MissingKeyError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
 from tests.support.own_planners import OwnLookup
@@ -200,6 +203,41 @@ def with_rates_in_tensors(make: Make) -> Make:
     return changed
 
 
+@pytest.fixture
+def memory_is_nan() -> Iterator[None]:
+    """New tensors are NaN, and not by chance what is stored."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_groups_of_which_a_tensor_is_lost_change_no_target(tmp_path: Path):
+    state, other = (made(with_rates_in_tensors(grouped(2, 2)), seed) for seed in (1, 2))
+    model, optimizer = get_state_dict(state["m"], state["o"])
+    stock.save({"m": model, "o": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    name = "o.param_groups.1.lr"
+    metadata.state_dict_metadata[name].chunks.clear()
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != name}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    before = held(other), [p.tolist() for p in other["m"].parameters()]
+    with pytest.raises(CoverageError, match=name):
+        load(other, tmp_path)
+    assert (held(other), [p.tolist() for p in other["m"].parameters()]) == before
+
+
+def test_options_that_are_tensors_come_out_of_a_table_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ray_dcp.format.table.GROUP_ROWS", 1)
+    state, other = (made(with_rates_in_tensors(grouped(2, 2)), seed) for seed in (1, 2))
+    step(state)
+    options = ray_dcp.SaveOptions(part_bytes=1)
+    ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, options=options)
+    load(other, tmp_path)
+    assert held(other) == held(state)
+
+
 def of_class(cls: Any) -> Make:
     return lambda model: cls(model.parameters())
 
@@ -220,6 +258,7 @@ def of_class(cls: Any) -> Make:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("planner", [None, OwnLookup])
+@pytest.mark.usefixtures("memory_is_nan")
 def test_what_does_not_fit_is_refused(
     of: Make,
     steps: int,

@@ -42,6 +42,8 @@ class Coded(torch.Tensor):
     The dtype that it shows gets lost in every operation, as theirs does.
     """
 
+    copies_rows = False
+
     @staticmethod
     def __new__(
         cls, codes: Any, scale: Any, signed: bool = True, dtype: Any = torch.float32
@@ -77,7 +79,8 @@ class Coded(torch.Tensor):
             _, dim, start, end = args
             if dim:
                 raise ValueError("rows alone can be cut")
-            return cls(one.codes[start:end], one.scale[start:end], one.signed)
+            rows = one.codes[start:end]
+            return cls(rows.clone() if cls.copies_rows else rows, one.scale[start:end], one.signed)
         if func is aten.copy_.default:
             source = args[1]
             if not isinstance(one, Coded):
@@ -379,6 +382,16 @@ def test_a_copy_that_loses_something_is_an_error_that_names_it(
     for dtype in ("widen", "cast"):
         with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
             load(target, tmp_path, planner, dtype=dtype)
+
+
+@pytest.mark.parametrize("planner", [None, OwnLoad])
+def test_parts_that_are_copies_of_the_target_do_not_lose_values_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Any
+) -> None:
+    stock.save({"w": coded()}, checkpoint_id=tmp_path, planner=InRows(), no_dist=True)
+    monkeypatch.setattr(Coded, "copies_rows", True)
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
+        load(coded(1), tmp_path, planner)
 
 
 @savers
