@@ -433,6 +433,21 @@ def test_options_that_groups_share_come_back_on_their_device():
             assert {one.device.type for one in (group["lr"], *group["betas"])} == {"cuda"}
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, type("Own", (torch.optim.AdamW,), {
+    "state_dict": lambda self: torch.optim.AdamW.state_dict(self),
+})])  # fmt: skip
+def test_an_optimizer_saved_as_one_object_is_found_by_a_load_that_flattens(
+    cls: Any, tmp_path: Path
+):
+    state, other = (made(of_class(cls), seed) for seed in (1, 2))
+    step(state)
+    step(other)
+    planner = ray_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    ray_dcp.save({"o": state["o"]}, checkpoint_id=tmp_path, no_dist=True, planner=planner)
+    load({"o": other["o"]}, tmp_path)
+    assert held(other) == held(state)
+
+
 # What belongs to no parameter
 
 
