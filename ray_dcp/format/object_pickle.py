@@ -51,7 +51,6 @@ _CALL_BYTES = 64
 _UNFINISHED_BYTES = 512
 _DEPTH_BYTES = 256
 _SET_BYTES = sys.getsizeof(set())
-_MAX_KEY_PARTS = 1 << 12
 _MAX_KEY_DEPTH = 16
 _MAX_DEPTH = 1000
 _MERSENNE_WORDS = 624
@@ -223,13 +222,13 @@ class ObjectMachine(PickleMachine):
         """
         level = [key]
         for _ in range(_MAX_KEY_DEPTH):
-            level = [part for one in level if isinstance(one, tuple) for part in one]
+            inner = [one for one in level if isinstance(one, tuple)]
+            # Careful: spend first. The memo may repeat a long tuple in each place of another one.
+            self.spend(8 * sum(map(len, inner)))
+            level = [part for one in inner for part in one]
             if not level:
                 return
-            self.spend(8 * len(level))
-            if len(level) > _MAX_KEY_PARTS:
-                break
-        raise _unsafe("keys nested deeper or longer than can be hashed", "pickle")
+        raise _unsafe("keys nested deeper than can be hashed", "pickle")
 
     def _other(self, opcode: int) -> None:
         stack = self._stack

@@ -258,6 +258,14 @@ PICKLES: dict[str, bytes] = {
     "a list filled often": often(
         20_000, name("builtins.set"), ops(b"](", b"NK\x01K\x02" * 10_000, b"e")
     ),
+    "a key that is wide at every depth": ops(
+        "a" * 1_000_000,
+        b"0(",
+        b"K\x01" * 1000,
+        b"tq\x00",
+        b"".join(b"(" + (b"h" + bytes([n])) * 1000 + b"tq" + bytes([n + 1]) for n in range(3)),
+        b"}h\x03Ns",
+    ),
     "a wide key used often": ops(b"(", b"K\x01" * 4000, b"tq\x00](", b"}h\x00Ns" * 100_000, b"e"),
     "a deque that is filled when others are in each other around it": ops(
         nested(

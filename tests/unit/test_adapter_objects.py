@@ -97,6 +97,7 @@ VALUES: dict[str, Any] = {
     "counter": collections.Counter("aab"),
     "ordered": collections.OrderedDict(a=1),
     "frozenset": frozenset({1, "a"}),
+    "long key": {tuple(range(10_000)): 1},
     "range": range(3),
     "slice": slice(1, 2),
     "bytes": (b"abc", bytearray(b"x")),
