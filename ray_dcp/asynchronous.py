@@ -42,15 +42,13 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.options import SaveOptions, check_wait
-from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.activity import LEAVING_S, Account, Activity
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
 from ray_dcp.runtime.rank_save import RankSave
-from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
+from ray_dcp.runtime.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
 from ray_dcp.saving import (
     CheckpointId,
-    RankSession,
     StateDict,
     capture_of,
     check_options,
@@ -531,7 +529,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
 
 def run_async_save(
     route: Route,
-    session: RankSession,
+    session: Session,
     state_dict: Mapping[str, Any],
     options: SaveOptions | None,
     checkpoint_id: CheckpointId | None,
@@ -587,7 +585,7 @@ class _Save:
         self,
         checkpoint_id: str,
         route: Route,
-        session: RankSession,
+        session: Session,
         options: SaveOptions,
         log: OperationLog | None,
     ) -> None:
@@ -596,7 +594,7 @@ class _Save:
         self._options = options
         # Why now: all ranks must name their calls in the order in which the user makes them.
         self._name = session.next_key()
-        activity = session.activity(options.heartbeat_timeout_s, self._name)
+        activity = Activity(session, options.heartbeat_timeout_s, self._name)
         self._account = Account("async_save", checkpoint_id, activity, route.path, log)
         self.progress = activity.progress
         self._staging = ""

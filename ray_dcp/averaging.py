@@ -44,10 +44,10 @@ from ray_dcp.exporting import check_space, float_dtype, still_there
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reader import read_item
 from ray_dcp.options import SaveOptions, check_above_0
+from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.copying import check_free
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.garbage_collection import collect
-from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import named_address, session_alone
@@ -545,7 +545,7 @@ def _save(plan: AveragePlan, out: AnyPlace, session: Any, meter: Meter) -> None:
         write_timeout_s=SaveOptions.write_timeout_s + slowest_s,
     )
     target = absolute_target(out)
-    activity = session.activity(options.heartbeat_timeout_s)
+    activity = Activity(session, options.heartbeat_timeout_s)
     with Account("save", target.url, activity), activity:
         save = RankSave.of(activity, target, options)
         save = replace(save, about={"average": {"sources": list(plan.report.sources)}})

@@ -22,8 +22,8 @@ from ray_dcp.core.phases import AWAIT_STAGED
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions
+from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.memory_tier import memory_of
-from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     RankLoad,
@@ -32,10 +32,9 @@ from ray_dcp.runtime.rank_load import (
     load_newest_rank,
     with_time_to_join,
 )
-from ray_dcp.runtime.rank_progress import Activity
+from ray_dcp.runtime.session import Session
 from ray_dcp.saving import (
     CheckpointId,
-    RankSession,
     StateDict,
     check_options,
     second_argument,
@@ -253,7 +252,7 @@ def load_state_dict(
 
 def run_load(
     route: Route,
-    session: RankSession,
+    session: Session,
     state_dict: StateDict,
     options: LoadOptions | None,
     checkpoint_id: CheckpointId | None,
@@ -304,7 +303,7 @@ def run_load(
 
 @contextmanager
 def _loading(
-    session: RankSession,
+    session: Session,
     options: LoadOptions,
     url: CheckpointId | None,
     path: str,
@@ -312,7 +311,7 @@ def _loading(
     progress: ShowProgress,
 ) -> Iterator[tuple[Activity, Meter]]:
     """Accounts for a load and shows its progress, from its begin to its end."""
-    activity = session.activity(options.heartbeat_timeout_s)
+    activity = Activity(session, options.heartbeat_timeout_s)
     ranks = session.rank, session.world_size
     with (
         Account("load", url, activity, path, log),
@@ -324,7 +323,7 @@ def _loading(
 
 
 def run_load_newest(
-    session: RankSession,
+    session: Session,
     state_dict: StateDict,
     options: LoadOptions,
     run: Target,
@@ -384,7 +383,7 @@ def run_load_newest(
 
 def _load_steps(
     route: Route,
-    connected: RankSession,
+    connected: Session,
     session: Activity,
     state_dict: StateDict,
     options: LoadOptions,
@@ -523,7 +522,7 @@ def _peers_of(session: object) -> RayPeers | None:
     return RayPeers(coordinator)
 
 
-def _await_staged(session: RankSession, url: str, activity: Activity, options: LoadOptions) -> None:
+def _await_staged(session: Session, url: str, activity: Activity, options: LoadOptions) -> None:
     """Waits for staged asynchronous saves of this checkpoint to be committed."""
     if options.from_memory:
         activity.progress.enter(AWAIT_STAGED)

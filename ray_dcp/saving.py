@@ -32,8 +32,8 @@ from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH, __version__
 from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import Session, session_alone
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
-RankSession = Session
 
 
 def save(
@@ -170,7 +169,7 @@ def save_state_dict(
 
 def run_save(
     route: Route,
-    session: RankSession,
+    session: Session,
     state_dict: Mapping[str, Any],
     options: SaveOptions | None,
     checkpoint_id: CheckpointId | None,
@@ -205,7 +204,7 @@ def run_save(
     url = route.target.url if route.target else checkpoint_id
     with ExitStack() as stack:
         if account is None:
-            activity = session.activity(options.heartbeat_timeout_s)
+            activity = Activity(session, options.heartbeat_timeout_s)
             account = stack.enter_context(Account("save", url, activity, route.path, log))
         account.activity.progress.enter(CAPTURE)
         activity = stack.enter_context(account.activity)
@@ -305,7 +304,7 @@ def capture_of(
     return lambda: checked_finite(take(), options, session.rank)
 
 
-def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:
+def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> Session:
     """Returns the session of this rank, or an inline session for a single process.
 
     Args:
@@ -315,7 +314,7 @@ def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankS
     Raises:
         CheckpointError: The session can't be created; see `current_session`.
     """
-    session: RankSession = current_session(process_group, no_dist) or session_alone()
+    session: Session = current_session(process_group, no_dist) or session_alone()
     if session.rank == 0:
         _note_untried(torch.__version__)
     return session

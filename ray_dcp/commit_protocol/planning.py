@@ -14,12 +14,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ray_dcp.commit_protocol.commands import MakePlan, Planned
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.messages import PlanOrigin, SaveGo, SaveJoin, SendItems
+from ray_dcp.core.values import Int32Array, RankPlan
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import alike, plan_key, probes
 from ray_dcp.planning.global_plan import RankPlans, node_numbers
@@ -238,3 +239,28 @@ def differences(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
         f"Expected each item to be equal on all ranks that hold it, but these differ from the "
         f"lowest rank's: {named}{more}"
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Remembered:
+    """This rank's part of a plan.
+
+    Attributes:
+        digest: Digest of the global plan.
+        plan: The files that this rank writes.
+        place: int32[k], positions of the content digests of items that other ranks hold as well.
+        group: int32[k], ascending; see `ray_dcp.planning.merge`.
+    """
+
+    digest: bytes
+    plan: RankPlan
+    place: Int32Array
+    group: Int32Array
+
+    def values(self, contents: bytes) -> bytes:
+        """Returns the digests of this rank's content, from `contents_of` its items."""
+        return digests_of(self.place, self.group, contents)
+
+
+PlanMemory = PlanCache[Remembered]
+"""Plans of the last fingerprints of one rank of one session."""

@@ -60,11 +60,12 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.root_writer import StepTarget, Writer
 from ray_dcp.manager.settings import Item, Settings, states_of
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.runtime.rank_save import decided_on_rank_0, result_or_error
-from ray_dcp.runtime.session import InlineSession
+from ray_dcp.runtime.session import InlineSession, Session
 from ray_dcp.runtime.tasks import outcome, perform, settle
-from ray_dcp.saving import RankSession, check_options, run_save
+from ray_dcp.saving import check_options, run_save
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_load, decide_save
@@ -79,7 +80,7 @@ ASK_AGAIN_S = (0.0, 0.5, 2.0)
 
 
 def agree(
-    session: RankSession,
+    session: Session,
     what: str,
     decide: Callable[[Sequence[Any]], Any],
     options: SaveOptions,
@@ -127,7 +128,7 @@ def agree(
         request = Exchange(second, rank, world_size, f"{what}: decided", {}, 2 * timeout_s)
         return (yield from decided_on_rank_0(request, decided, what))
 
-    with session.activity(options.heartbeat_timeout_s, key) as activity:
+    with Activity(session, options.heartbeat_timeout_s, key) as activity:
         return drive(exchanges(activity.next_key(), activity.next_key()), activity.call)
 
 
@@ -314,7 +315,7 @@ class CollectiveActions:
     """Decides on rank 0; other ranks only scan the storage with it."""
     preemption: Preemption
     """Preemption notices of this process."""
-    session: Callable[[], RankSession]
+    session: Callable[[], Session]
     """Returns the session of this rank; all ranks create it in the first call."""
     finisher: Finisher
     """Waits for asynchronous saves."""

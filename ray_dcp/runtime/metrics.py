@@ -1,6 +1,4 @@
-"""Times the phases of saves and loads, as events, Prometheus metrics `dcp_*` and traces.
-
-`Account` emits the events of one save or load on one rank, as its phases end (`RankProgress`).
+"""Prometheus metrics `dcp_*` of saves and loads, and traces of saves.
 
 The metrics, including those of staging memory, use `ray.util.metrics`. Ray exports them on each
 node's metrics port, with the prefix `ray_` and, for counters, the suffix `_total`; the exporter is
@@ -24,9 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ray_dcp import events
 from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
@@ -53,8 +50,8 @@ from ray_dcp.commit_protocol.messages import (
     Target,
 )
 from ray_dcp.core.processes import start_thread
-from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.events import Event, contained, outcome_of
+from ray_dcp.errors import LimitError
+from ray_dcp.events import Event
 from ray_dcp.format.save_trace import (
     PHASES,
     RankTimes,
@@ -64,12 +61,8 @@ from ray_dcp.format.save_trace import (
     make_trace,
     trace_key,
 )
-from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-
-if TYPE_CHECKING:
-    from ray_dcp.torch_adapter.results import OperationLog
 
 logger = logging.getLogger(__name__)
 
@@ -171,87 +164,6 @@ _inherited: list[bool] = []
 """Not empty in a child that was forked from a process with Ray, whose connection is not the
 child's."""
 os.register_at_fork(after_in_child=lambda: _inherited.extend([True] * _ray_is_up()))
-
-
-class Account:
-    """Emits the events of one save or load on one rank, as its phases end.
-
-    As a context manager, it also ends the last phase and emits the outcome.
-
-    Args:
-        mode: `"save"`, `"async_save"` or `"load"`.
-        place: Path or URL, if known.
-        activity: The call on this rank, not begun yet.
-        path: The path of the operation; see `SaveReport.path`.
-        log: Receives the steps.
-
-    Attributes:
-        activity: As passed.
-    """
-
-    def __init__(
-        self,
-        mode: str,
-        place: object,
-        activity: Activity,
-        path: str = "native",
-        log: OperationLog | None = None,
-    ) -> None:
-        self._mode = mode
-        self._kind = "load" if mode == "load" else "save"
-        self._checkpoint_id = None if place is None else str(place)
-        self.activity, self._path = activity, path
-        activity.progress.on_phase = self._emit
-        if log is not None:
-            activity.progress.on_step = log.enter
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends the last phase and emits the outcome, once.
-
-        Args:
-            error: The exception that the operation raised, or None.
-        """
-        progress = self.activity.progress
-        if progress.is_good and not isinstance(error, CheckpointError):
-            error = None
-        took_s = progress.end(error)
-        if took_s is None:
-            return
-        is_load = self._kind == "load"
-        self._emit(
-            outcome_of(error, "loaded" if is_load else "committed"),
-            took_s,
-            progress.bytes.get("read" if is_load else "write", 0),
-            error=None if error is None else f"{type(error).__name__}: {error}",
-            stall_s=None if is_load else progress.held_s,
-            staged_bytes=progress.bytes.get("stage", 0),
-            memory_bytes=progress.memory_bytes,
-        )
-
-    def __enter__(self) -> Account:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.end(error)
-
-    def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
-        activity = self.activity
-        with contained("An event"):
-            event = Event(
-                name=f"{self._kind}.{outcome}",
-                checkpoint_id=self._checkpoint_id,
-                rank=activity.rank,
-                world_size=activity.world_size,
-                mode=self._mode,
-                path=self._path,
-                attempt=activity.progress.attempt,
-                plan=activity.progress.plan,
-                seconds=seconds,
-                num_bytes=num_bytes,
-                **more,  # type: ignore[arg-type]
-            )
-            events.emit(event)
-            count(event)
 
 
 TASKS: dict[type, str] = {

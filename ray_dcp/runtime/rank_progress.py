@@ -1,21 +1,19 @@
-"""One call of the user on one rank: its progress, whether it has to stop, and its session.
+"""`RankProgress`: how far a save or load of one rank is, and whether it has to stop.
 
-The thread that saves or loads, and its storage, fill in `RankProgress`; the heartbeat sender,
-events and reports read it. `Activity` is the call from begin to end. While it lasts, the rank sends
-heartbeats. A rank that leaves it by an error before the end (Ctrl-C, a coordinator out of reach)
-fails the call on every rank, so that the others do not wait.
+The thread that saves or loads, and its storage, fill it in; the heartbeat sender, events and
+reports read it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_dcp.commit_protocol.liveness import Doing
-from ray_dcp.commit_protocol.messages import FileReceipt, Left, OpKey, Renumbered, Reply, Request
+from ray_dcp.commit_protocol.messages import FileReceipt, OpKey
 from ray_dcp.core.phases import PhaseClock
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
@@ -28,9 +26,6 @@ from ray_dcp.store.storage import (
     StorageWrapper,
     reuse_file,
 )
-
-if TYPE_CHECKING:
-    from ray_dcp.runtime.session import Session
 
 
 class RankProgress(PhaseClock):
@@ -256,102 +251,3 @@ class _WatchedWriter:
 
     def abort(self) -> None:
         self._inner.abort()
-
-
-LEAVING_S = 10.0
-"""How long an interrupted rank may take to report that, in seconds."""
-
-
-class Activity:
-    """The use of a session by one call of the user.
-
-    Args:
-        session: The session of this rank.
-        timeout_s: `heartbeat_timeout_s` of the call, in seconds.
-        key: Key of the call, if the session returned it before.
-
-    Attributes:
-        progress: Progress of the call.
-        rank: This rank.
-        world_size: Number of ranks of the session.
-        node: Name of this rank's node; empty for a process that is alone.
-        plans: Plans of this rank's earlier saves.
-        history: What this rank knows of the runs that it saved to.
-
-    Examples:
-        >>> from ray_dcp.runtime.session import InlineSession
-        >>> with InlineSession("doc").activity(60.0) as activity:
-        ...     activity.next_key(), activity.next_key()
-        (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        timeout_s: float,
-        key: OpKey | None = None,
-    ) -> None:
-        self.progress = RankProgress()
-        self.rank, self.world_size = session.rank, session.world_size
-        self.node, self.plans, self.history = session.node, session.plans, session.history
-        self._named, self._num_steps = key, 0
-        self._seq: int | None = None
-        self._session = session
-        self._timeout_s = timeout_s
-
-    def next_key(self) -> OpKey:
-        """Returns the key of the next operation."""
-        named = self._named = self._named or self._session.next_key()
-        if self._seq is None:
-            self._seq = named.seq + self._session.skipped_calls
-        key = replace(named, seq=self._seq, step=self._num_steps)
-        self._num_steps += 1
-        self.progress.names(key)
-        return key
-
-    def call(self, request: Request) -> Reply:
-        """Returns the coordinator's reply.
-
-        Args:
-            request: As for the session; sent with the current number of this call.
-
-        Raises:
-            CheckpointError: As the session raises it.
-        """
-        while True:
-            seq = request.key.seq if self._seq is None else self._seq
-            sent = replace(request, key=replace(request.key, seq=seq))
-            reply = self._session.call(sent, silence_s=self._timeout_s)
-            if not isinstance(reply, Renumbered):
-                return reply
-            self._seq = reply.seq
-            self.progress.renumber(reply.seq)
-            missed = reply.seq - (self._named or request.key).seq
-            self._session.skipped_calls = max(self._session.skipped_calls, missed)
-
-    def __enter__(self) -> Activity:
-        # Why now: a call that fails before its first operation counts as well.
-        self._named = self._named or self._session.next_key()
-        self._session.begin_call(self.progress, self._timeout_s)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                self.leave(error)
-        finally:
-            self._session.end_call(self.progress)
-
-    def leave(self, error: BaseException) -> None:
-        """Reports that this rank leaves the call by an error, unless it has its outcome."""
-        if self.progress.over:
-            return
-        is_ours = isinstance(error, CheckpointError)
-        reason = f"{type(error).__name__} on rank {self.rank}{f': {error}' if is_ours else ''}"
-        # Suppressed: the session was closed meanwhile.
-        with suppress(CheckpointError):
-            # Why the first otherwise: a call that fails before it begins one leaves that.
-            key = self.progress.key or replace(self.next_key(), step=0)
-            # Why only then: the process may be about to end. Who fails otherwise lives on.
-            wait_s = 0.0 if is_ours else LEAVING_S
-            self._session.leave(Left(key, reason, is_interrupt=not is_ours), wait_s)

@@ -40,12 +40,12 @@ from ray_dcp.commit_protocol.messages import (
     SendItems,
     Target,
 )
-from ray_dcp.commit_protocol.planning import PlanCache
+from ray_dcp.commit_protocol.planning import PlanMemory, Remembered
 from ray_dcp.core.checksums import block_bytes_for, num_blocks
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
 from ray_dcp.core.processes import Stop, run_within
-from ray_dcp.core.values import Columns, Int32Array, RankPlan
+from ray_dcp.core.values import Columns, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -59,8 +59,9 @@ from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.writer import Deferred, PieceSource, Source, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint
-from ray_dcp.planning.merge import contents_of, digests_of, without_contents
-from ray_dcp.runtime.rank_progress import Activity, RankProgress, WatchedStorage
+from ray_dcp.planning.merge import contents_of, without_contents
+from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.standing import republish
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.runtime.unchanged import RunHistory
@@ -89,30 +90,6 @@ class Captured(Protocol):
         """Returns the serialised bytes of a deferred item."""
         ...
 
-
-@dataclass(frozen=True, eq=False)
-class Remembered:
-    """This rank's part of a plan.
-
-    Attributes:
-        digest: Digest of the global plan.
-        plan: The files that this rank writes.
-        place: int32[k], positions of the content digests of items that other ranks hold as well.
-        group: int32[k], ascending; see `ray_dcp.planning.merge`.
-    """
-
-    digest: bytes
-    plan: RankPlan
-    place: Int32Array
-    group: Int32Array
-
-    def values(self, contents: bytes) -> bytes:
-        """Returns the digests of this rank's content, from `contents_of` its items."""
-        return digests_of(self.place, self.group, contents)
-
-
-PlanMemory = PlanCache[Remembered]
-"""Plans of the last fingerprints of one rank of one session."""
 
 T = TypeVar("T")
 

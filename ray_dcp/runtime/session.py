@@ -53,6 +53,7 @@ from ray_dcp.commit_protocol.messages import (
     Request,
     SaveStaged,
 )
+from ray_dcp.commit_protocol.planning import PlanMemory
 from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock
 from ray_dcp.errors import (
     CheckpointError,
@@ -67,8 +68,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.metrics import Performer
-from ray_dcp.runtime.rank_progress import Activity, RankProgress
-from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.runtime.unchanged import RunHistory
 
@@ -214,17 +214,6 @@ class Session(ABC):
         with self._lock:
             self._next_seq += 1
             return OpKey(self.name, self._next_seq - 1)
-
-    def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
-        """Returns a context manager through which one call of the user uses this session.
-
-        While it is entered, this rank sends heartbeats and detects a silent coordinator.
-
-        Args:
-            timeout_s: `heartbeat_timeout_s` of the call, in seconds.
-            key: Key of the call, if `next_key` returned it before.
-        """
-        return Activity(self, timeout_s, key)
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """Returns the coordinator's reply to a request.

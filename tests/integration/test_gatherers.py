@@ -14,6 +14,7 @@ import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import gatherer
+from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.session import NAMESPACE, gatherer_name
@@ -35,7 +36,7 @@ class Job:
 
     def save(self, state, threads):
         def one(session, key):
-            with session.activity(60.0) as activity:
+            with Activity(session, 60.0) as activity:
                 steps = save_rank(
                     key, rank=session.rank, world_size=WORLD, target=Target(self.url),
                     options=SaveOptions(num_threads=1), memory=session.plans,

@@ -22,6 +22,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.tasks import outcome
@@ -46,7 +47,7 @@ def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
     rank, world_size = session.rank, session.world_size
     begin_s = time.monotonic()
     try:
-        with session.activity(heartbeat_s) as activity:
+        with Activity(session, heartbeat_s) as activity:
             came = drive(
                 save_rank(
                     activity.next_key(), rank=rank, world_size=world_size, target=Target(path),

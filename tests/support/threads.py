@@ -18,9 +18,8 @@ from ray_dcp.commit_protocol.commands import step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
 from ray_dcp.commit_protocol.messages import OpKey
+from ray_dcp.commit_protocol.planning import PlanMemory
 from ray_dcp.planning.reads import RankShare
-from ray_dcp.runtime.rank_progress import Activity
-from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.runtime.unchanged import RunHistory
 from tests.support.world import Shell
@@ -34,7 +33,7 @@ class DeadRankError(BaseException):
 
 
 class RankThread:
-    """The session of a rank; implements `RankSession`.
+    """The session of a rank; a part of `Session`.
 
     Args:
         shared: What the ranks share.
@@ -53,9 +52,6 @@ class RankThread:
 
     def next_key(self):
         return next(self._keys)
-
-    def activity(self, timeout_s, key=None):
-        return Activity(self, timeout_s, key)
 
     def begin_call(self, progress, timeout_s):
         """Nobody listens."""

@@ -48,6 +48,7 @@ from ray_dcp.commit_protocol.messages import (
     SendItems,
     Target,
 )
+from ray_dcp.commit_protocol.planning import PlanMemory
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -59,7 +60,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.gatherer import BatchWindow, is_gathered
 from ray_dcp.runtime.metrics import Performer
 from ray_dcp.runtime.rank_load import LoadResult, RankLoad
-from ray_dcp.runtime.rank_save import Captured, PlanMemory, RankSave
+from ray_dcp.runtime.rank_save import Captured, RankSave
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage

@@ -22,7 +22,7 @@ from ray_dcp.core.phases import READ, STAGE, WRITE, Step
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import metrics, rank_save, staging_backend
-from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.session import InlineSession
 from ray_dcp.store.opening import open_storage
 
@@ -169,7 +169,7 @@ def test_a_save_that_ends_before_it_is_planned_has_one_end_too(
 
 
 def account_of(mode: str, rank: int = 0) -> Account:
-    activity = InlineSession().activity(60.0)
+    activity = Activity(InlineSession(), 60.0)
     activity.rank, activity.world_size = rank, 2
     return Account(mode, "/c", activity)
 

@@ -19,10 +19,10 @@ from ray_dcp.commit_protocol.messages import (
     join_receipts,
     pack_receipts,
 )
+from ray_dcp.commit_protocol.planning import PlanMemory
 from ray_dcp.core.checksums import digest
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.gatherer import BatchWindow, group_of
-from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state
 from tests.support.world import World, load_state, save_rank

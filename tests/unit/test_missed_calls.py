@@ -8,6 +8,7 @@ from ray_dcp.commit_protocol.messages import SaveOutcome, Target
 from ray_dcp.errors import CheckpointError, DeadlineError, RankDisagreementError
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive
 from tests.support.arrays import ArrayCapture, state_of
 from tests.support.threads import RankThread, Shared
@@ -21,7 +22,7 @@ class Rank(RankThread):
     def save(self, path):
         """Returns what came of a save: an outcome or an error."""
         try:
-            with self.activity(60.0) as activity:
+            with Activity(self, 60.0) as activity:
                 return drive(
                     save_rank(
                         activity.next_key(), rank=self.rank, world_size=self.world_size,

@@ -11,6 +11,7 @@ import pytest
 from ray_dcp.commit_protocol.messages import OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError, SaveCancelledError
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.session import InlineSession
@@ -54,7 +55,7 @@ def keys(url):
 def one_save(url, session, *, opener=None, state=None, **options):
     """Saves alone, as `ray_dcp.save` does."""
     more = {} if opener is None else {"opener": opener}
-    with session.activity(60.0) as activity:
+    with Activity(session, 60.0) as activity:
         return drive(
             save_rank(
                 activity.next_key(), rank=0, world_size=1, target=Target(url),
@@ -66,7 +67,7 @@ def one_save(url, session, *, opener=None, state=None, **options):
 
 
 def one_load(url, session, *, opener, **options):
-    with session.activity(60.0) as activity:
+    with Activity(session, 60.0) as activity:
         return drive(
             load_rank(
                 activity.next_key(), rank=0, world_size=1, target=Target(url),

@@ -21,6 +21,7 @@ from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Left, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import rank_save, socket_session
+from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.socket_session import (
@@ -176,7 +177,7 @@ def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(poo
 
 def test_a_rank_that_moves_bytes_stops_when_rank_0_has_ended(sessions):
     progress = RankProgress()
-    with sessions[1].activity(60.0) as activity:
+    with Activity(sessions[1], 60.0) as activity:
         progress = activity.progress
         progress.begin(activity.next_key())
         progress.enter(WRITE)

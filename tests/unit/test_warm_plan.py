@@ -13,6 +13,7 @@ import ray_dcp
 from ray_dcp import SaveOptions
 from ray_dcp.commit_protocol.commands import Failed, MakePlan
 from ray_dcp.commit_protocol.messages import Refused, SaveJoin, SendItems, Target
+from ray_dcp.commit_protocol.planning import PlanMemory
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import RankDisagreementError
 from ray_dcp.format.metadata import encode_metadata
@@ -20,7 +21,6 @@ from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
 from ray_dcp.planning import global_plan
 from ray_dcp.runtime import rank_save
-from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from tests.support import world
