@@ -216,6 +216,7 @@ class _Named:
         self._table: Mapping[str, Any] | None = None
         self._num_stored: int | None = None
         self._absent: set[str] = set()
+        self._renamed_to: dict[str, str] = {}
         self._key, self._is_whole, self._is_strict = "", True, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class _Named:
         groups = self._own_state_dict()["param_groups"]
         self._numbers = [list(group["params"]) for group in groups]
         self._by_number = {str(n): p for n, p in reversed(self._numbered())}
-        self._table, self._num_stored = None, None
+        self._table, self._num_stored, self._renamed_to = None, None, {}
         items = stored.below(key, prefixes)
         if not items:
             return OptimizerTargets(None if key in stored.names else self.state_dict())
@@ -340,6 +341,9 @@ class _Named:
         wanted: dict[str, list[tuple[NamePath, StoredValue]]] = {}
         for name, owner in (named if is_named else numbered).items():
             tail = _tail(items[name].path, name[len(owner) + 1 :]) if name != owner else ()
+            path, start = items[name].path or (), -len(tail)
+            if ends[name] is None and len(path) > len(tail) and path[start:] == tail:
+                self._renamed_to[str(path[start - 1])] = owner
             wanted.setdefault(owner, []).append(((ends[name] or ("", *tail))[1:], items[name]))
         fresh, samples = self._fresh_state({id(table[owner]): one for owner, one in wanted.items()})
         for owner, rows in wanted.items():
@@ -553,6 +557,11 @@ class _Named:
                 f"they were saved, with as many parameters in the same order",
                 key=self._key,
             )
+        # Why: a key map changes the names of values, and not what a group's list of names holds.
+        renamed = self._renamed_to
+        if renamed and not is_number:
+            given = set(renamed.values())
+            entries = [renamed.get(e, e) for e in entries if e in renamed or e not in given]
         table = self._by_number if is_number else self._by_name or self._by_number
         if entries and not self._by_name and not table.keys() & set(map(str, entries)):
             raise StateDictError(

@@ -169,6 +169,30 @@ def test_an_option_that_a_group_was_saved_without_goes_from_it(tmp_path: Path):
     assert ["initial_lr" in group for group in other["o"].param_groups] == [True, False]
 
 
+def test_groups_are_found_by_their_parameters_where_a_load_renames_these(tmp_path: Path):
+    """The stored groups list the names of before: by position each would get the other's rate."""
+
+    def halves(names: tuple[str, str], rates: dict[str, float]) -> State:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        groups = [{"params": model[name].parameters(), "lr": lr} for name, lr in rates.items()]
+        return {"m": model, "o": torch.optim.AdamW(groups)}
+
+    saved = halves(("net", "head"), {"net": 0.5, "head": 0.25})
+    for parameter in saved["m"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved["o"].step()
+    save(saved, tmp_path)
+    for names, renamed in (
+        (("body", "top"), [(r"[.]net[.]", ".body."), (r"[.]head[.]", ".top.")]),
+        (("head", "net"), lambda name: ".net.".join(
+            part.replace(".net.", ".head.") for part in name.split(".head."))),
+    ):  # fmt: skip
+        other = halves(names, {names[1]: 0.1, names[0]: 0.2})
+        load(other, tmp_path, key_map=renamed)
+        assert [group["lr"] for group in other["o"].param_groups] == [0.25, 0.5]
+        assert torch.equal(other["m"][names[1]].weight, saved["m"]["head"].weight)
+
+
 def test_a_group_that_was_added_is_rolled_back_to_and_asked_for(tmp_path: Path):
     def add(state: State) -> None:
         state["o"].add_param_group({"params": state["m"][2].parameters(), "lr": 0.5})
