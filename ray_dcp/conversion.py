@@ -124,7 +124,7 @@ def chosen(
     Args:
         stored: The contents of the checkpoint.
         include: Shell patterns of names; everything if empty.
-        key_map: See `LoadOptions.key_map`. A new name is split at its dots into a path.
+        key_map: See `LoadOptions.key_map`. For the place of a new name see `_renamed`.
         dtype: New dtype of floating-point tensors; unchanged if None.
 
     Raises:
@@ -140,7 +140,7 @@ def chosen(
             name = rename(each.name)
             if name is None:
                 continue
-            new = each if name == each.name else replace(each, path=tuple(name.split(".")))
+            new = each if name == each.name else replace(each, path=_renamed(each.path, name))
         if dtype is not None and new.dtype is not None and new.dtype.is_floating_point:
             new = replace(new, dtype=dtype)
         if new.fqn in kept:
@@ -157,6 +157,38 @@ def chosen(
             key="include",
         )
     return list(kept.values())
+
+
+def _renamed(path: NamePath, name: str) -> NamePath:
+    """Returns the path of a value that gets another name.
+
+    Keys and list indices that the new name has at its end or begin stay as they are. The name
+    between them is split at its dots, but ends in one key with dots if there was one, as in the
+    `state_dict()` of a module.
+
+    Examples:
+        >>> _renamed(("model", "0.weight"), "0.weight"), _renamed(("a", "l", 0), "b.c.l.0")
+        (('0.weight',), ('b', 'c', 'l', 0))
+        >>> _renamed(("model", "old.0.weight"), "net.0.weight"), _renamed(("a", "w"), "b.c.d")
+        (('net.0.weight',), ('b', 'c', 'd'))
+    """
+    low, high = 0, len(path)
+    while high and f".{name}".endswith(f".{path[high - 1]}"):
+        high -= 1
+        if name == str(path[high]):
+            # Why text: the root is a mapping.
+            return (str(path[high]) if type(path[high]) is int else path[high], *path[high + 1 :])
+        name = name[: -len(str(path[high])) - 1]
+    while low < high and name.startswith(f"{path[low]}."):
+        name = name[len(str(path[low])) + 1 :]
+        low += 1
+    new, old = name.split("."), [str(part) for part in path[low:high]]
+    if dotted := [at for at, part in enumerate(old) if "." in part]:
+        # Parts that the new name lacks are taken for keys before the one with dots.
+        lacking = len(".".join(old).split(".")) - len(new)
+        start = max(0, dotted[0] - max(0, lacking))
+        new[start:] = [".".join(new[start:])]
+    return (*path[:low], *new, *path[high:])
 
 
 def matches(name: str, include: Sequence[str]) -> bool:
@@ -332,7 +364,8 @@ def read_state_dict(
     Args:
         checkpoint_id: Path or URL of any checkpoint that `load` reads.
         include: Shell patterns of FQNs; everything if empty.
-        key_map: See `LoadOptions.key_map`.
+        key_map: See `LoadOptions.key_map`. Keys with dots, as those of a module's `state_dict()`,
+            stay single keys.
         dtype: The dtype to cast floating-point tensors to; unchanged if None.
         storage_reader: As for `load`.
         options: As for `load`.

@@ -110,6 +110,26 @@ def test_objects_are_left_out_where_there_is_no_place_and_names_lose_a_prefix(
     assert found == {"w", "other", *(["step"] if holds else [])}
 
 
+def test_the_state_dict_of_a_module_stays_one_when_its_prefix_is_removed(tmp_path: Path):
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+    model = torch.nn.Sequential(*layers)
+    state = {"model": model.state_dict(), "more": {"l": [torch.ones(1), {"x": 3}], 7: {"n": 4}}}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "source")
+    for kind, prefix in (("torch", "model."), ("dcp", "model."), ("torch", "more.")):
+        target = tmp_path / f"{prefix}{kind}"
+        ray_dcp.export(tmp_path / "source", target, kind, strip_prefix=prefix)
+        found = torch.load(target) if kind == "torch" else ray_dcp.read_state_dict(target)
+        if prefix == "model.":
+            assert [*found] == [*model.state_dict(), "more"]
+            del found["more"]
+            model.load_state_dict(found)
+        else:
+            assert (found["l"], found[7]) == ([torch.ones(1), {"x": 3}], {"n": 4})
+    whole = ray_dcp.read_state_dict(tmp_path / "source", key_map=[("^model[.]0[.]", "net.first.")])
+    assert [*whole["net"]] == ["first.weight", "first.bias"]
+    assert [*whole["model"]] == ["1.weight", "1.bias"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kind: str):
     source = checkpoints.save(tmp_path / "source")
