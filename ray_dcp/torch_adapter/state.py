@@ -24,11 +24,17 @@ from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, StateDictError
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StateDictError,
+    UnsupportedValueError,
+)
 from ray_dcp.torch_adapter.collective import call_user_code
-from ray_dcp.torch_adapter.flatten import Flat, below, check_names, concerns, flatten
+from ray_dcp.torch_adapter.flatten import Flat, below, check_names, concerns, flatten, listed
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, gives_torchs, optimizer_part
 from ray_dcp.torch_adapter.priming import primed
+from ray_dcp.torch_adapter.tensors import dtype_name
 
 _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, float, str, bool})
 
@@ -49,11 +55,19 @@ class LoadTargets:
     """Keys whose state the load replaces completely."""
     decisive: dict[str, set[str]] = field(default_factory=dict)
     """Names that have to be loaded before `check_groups`, by the keys of optimizers."""
+    dtypes: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
+    """The dtype of each tensor of a module, by the keys of modules."""
 
     @property
     def casts(self) -> list[Cast]:
-        """Values that optimizers hold in another dtype than the loaded one."""
-        return [cast for part in self.optimizers for cast in part.casts]
+        """Values that modules and optimizers hold in another dtype than the loaded one."""
+        return [cast for part in self.optimizers for cast in part.casts] + [
+            (f"{key}.{name}", dtype_name(loaded.dtype), dtype_name(dtype))
+            for key, own in self.dtypes.items()
+            for name, dtype in own.items()
+            if isinstance(loaded := self.values[key].get(name), torch.Tensor)
+            and loaded.dtype != dtype
+        ]
 
     def check_groups(self) -> None:
         """Checks the groups of optimizers whose `decisive` values are loaded; changes nothing.
@@ -143,6 +157,7 @@ def stateful_to_load_targets(
 
     Raises:
         StateDictError: `state_dict` is not a mapping, or its keys can't be sorted.
+        UnsupportedValueError: A module has no memory for values that are stored.
 
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
@@ -167,7 +182,37 @@ def stateful_to_load_targets(
             targets.whole.extend([str(key)] if asked.is_whole else [])
         else:
             parts[key], targets.values[key] = _asked(key, value, part, stored)
+            if isinstance(part, _Model):
+                tensors = _tensors(targets.values[key])
+                targets.dtypes[key] = {name: tensor.dtype for name, tensor in tensors.items()}
+                _check_memory(key, value, tensors, stored, prefixes)
     return targets
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _check_memory(
+    key: str,
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    stored: Stored,
+    prefixes: Sequence[str],
+) -> None:
+    """Raises if torch's `Module.load_state_dict` would skip tensors, as it does on `meta`."""
+    without = [f"{key}.{name}" for name, tensor in tensors.items() if tensor.is_meta]
+    skipped = [
+        name for name in without if name in stored.names and (not prefixes or below(name, prefixes))
+    ]
+    if skipped and gives_torchs(module, nn.Module, "load_state_dict"):
+        raise UnsupportedValueError(
+            f"{len(skipped)} tensor(s) of the module {key!r} are on the meta device and have no "
+            f"memory to load into: {listed([*map(repr, skipped)])}. Give them some first, as by "
+            f"module.to_empty(device='cpu'); or load {{{key!r}: module.state_dict()}}, and pass "
+            f"what that holds then to module.load_state_dict(..., assign=True)",
+            key=skipped[0],
+        )
 
 
 def must_be_taken(

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
-from ray_dcp.errors import StateDictError
+from ray_dcp.errors import StateDictError, UnsupportedValueError
 
 Wrap = Any
 
@@ -201,6 +201,30 @@ def test_what_the_helper_for_flat_parameters_casts_is_reported(
         cast = ray_dcp.load(into, checkpoint_id=tmp_path / "half", no_dist=True).cast
         assert ("optimizer.state.0.weight.exp_avg", "bfloat16", "float32") in cast
         assert len(cast) == 4
+
+
+def test_a_module_without_memory_is_refused_and_nothing_is_called_loaded(tmp_path: Path):
+    """torch's `load_state_dict` warns of such tensors at most, and leaves them on `meta`."""
+    state = {"model": nn.Linear(2, 2), "t": torch.ones(1)}
+    save(state, tmp_path)
+    with torch.device("meta"):
+        other = {"model": nn.Linear(2, 2), "t": torch.zeros(1, device="cpu")}
+    with pytest.raises(UnsupportedValueError, match=r"'model\.weight', 'model\.bias'.*to_empty"):
+        load(other, tmp_path)
+    assert other["t"] == 0
+    parts = {"model": other["model"].state_dict()}
+    load(parts, tmp_path)
+    other["model"].load_state_dict(parts["model"], assign=True)
+    assert torch.equal(other["model"].weight, state["model"].weight)
+    assert load({**other, "model": other["model"].to_empty(device="cpu")}, tmp_path).loaded
+
+
+def test_what_a_module_rounds_is_reported_where_the_saved_dtype_is_to_be_kept(tmp_path: Path):
+    save({"model": nn.Linear(2, 2)}, tmp_path)
+    report = load({"model": nn.Linear(2, 2).bfloat16()}, tmp_path, dtype="keep")
+    assert report.cast == (
+        ("model.weight", "float32", "bfloat16"), ("model.bias", "float32", "bfloat16")
+    )  # fmt: skip
 
 
 def test_state_that_nobody_takes_is_an_error_unless_strict_is_false(tmp_path: Path):
