@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,14 @@ def test_nan_and_infinities_do_not_hide_by_how_much_the_rest_changed(tmp_path: P
     b = save(tmp_path / "b", {"w": torch.tensor([nan, 2.0, 1.0, nan])})
     (one,) = ray_dcp.open(a).diff(ray_dcp.open(b)).values()
     assert (one.norm, one.max_abs, one.num_changed, one.num_nonfinite) == (1.0, 1.0, 3, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_integers_beyond_the_precision_of_floats_are_counted_each(tmp_path: Path, dtype: Any):
+    for name, last in (("a", [5, 2**62 + 1, 7]), ("b", [5, 2**62, 7])):
+        save(tmp_path / name, {"id": torch.tensor(last).to(dtype)})
+    (told,) = ray_dcp.open(tmp_path / "a").diff(ray_dcp.open(tmp_path / "b")).values()
+    assert (told.num_changed, told.max_abs, told.norm) == (1, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
