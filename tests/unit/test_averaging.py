@@ -77,7 +77,7 @@ def test_state_of_optimizers_is_left_out_or_that_of_the_last(tmp_path: Path):
         state = {
             "model": model.state_dict(), "optimizer": optimizer,
             "opt": {"state": {"w": {"exp_avg": torch.full((2,), float(step))}},
-                    "param_groups": [{"lr": 0.1}]},
+                    "other_state": {"all": torch.ones(2)}, "param_groups": [{"lr": 0.1}]},
         }  # fmt: skip
         paths.append(tmp_path / f"{step}")
         ray_dcp.save(state, checkpoint_id=paths[-1], no_dist=True)
