@@ -590,7 +590,8 @@ def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]
     rows = [
         row
         for row, (name, value) in enumerate(zip(flat.names, flat.values, strict=True))
-        if name not in index and isinstance(value, torch.Tensor)
+        # Why not empty ones: they have one address, whatever they are.
+        if name not in index and isinstance(value, torch.Tensor) and value.numel()
     ]
     if not rows:
         return flat, []

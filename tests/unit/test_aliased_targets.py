@@ -53,6 +53,9 @@ def test_tied_weights_come_back_from_the_one_name_that_the_hub_has_for_them(tmp_
         with pytest.raises(errors.MissingKeyError, match="lm_head"):
             load({"embed.weight": square, "lm_head.weight": other}, tmp_path)
     assert not square.any()
+    save_file({"empty": torch.zeros(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(errors.MissingKeyError, match="another"):
+        load({"empty": torch.zeros(0), "another": torch.zeros(0)}, tmp_path)
 
 
 def cut(*shape: int) -> DTensor:
