@@ -150,8 +150,8 @@ def export(
     Raises:
         InvalidRequestError: Nothing matches, or the target exists.
         UnsupportedValueError: The format lacks a dtype.
-        StorageError: There is not enough space (checked before anything is written), or the
-            storage failed.
+        StorageError: There is not enough space (checked before anything is written), the storage
+            failed, or the checkpoint was replaced after the view was opened.
         CheckpointError: The checkpoint can't be read.
 
     Examples:
@@ -165,7 +165,7 @@ def export(
         >>> torch.load(f"{root}/w.pt")["w"].dtype
         torch.bfloat16
     """
-    from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
+    from ray_dcp.conversion import check_stands, dcp_to_safetensors, dcp_to_torch_save
 
     view = source if isinstance(source, CheckpointView) else read_view(source)
     plan = plan_export(
@@ -176,6 +176,8 @@ def export(
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
     choice["key_map"] = names
     with reporting(progress, "exporting", plan.target) as meter, still_there(view):
+        # Why: the conversions open the place again, where another checkpoint may be by now.
+        check_stands(place, view.checkpoint.record)
         if format == "torch":
             dcp_to_torch_save(place, path, **choice, progress=meter)
         elif format == "dcp" and _is_copy(view, include, dtype, strip_prefix):

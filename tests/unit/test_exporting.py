@@ -190,6 +190,15 @@ def test_an_export_that_is_interrupted_or_whose_source_is_replaced_leaves_nothin
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_of_what_was_replaced_exports_nothing_else(tmp_path: Path, kind: str):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
+    ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "source")
+    with pytest.raises(StorageError, match="replaced"):
+        ray_dcp.export(view, tmp_path / "out", kind)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
 def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):
     from safetensors.torch import save_file
 
