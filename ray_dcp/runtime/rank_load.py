@@ -277,7 +277,8 @@ class RankLoad:
 
         def prepare() -> Prepared:
             if checkpoint.check_file is not None and options.verify != "never":
-                chunks = {*read_plan.chunk.tolist(), *(chunk for chunk, _ in work.objects)}
+                items = (*work.objects, *work.whole_items)
+                chunks = {*read_plan.chunk.tolist(), *(chunk for chunk, _ in items)}
                 checkpoint.know_checks(sorted(chunks))
             return prepare_reads(storage, table, read_plan, work.wanted, options=options)
 
@@ -420,12 +421,36 @@ class RankLoad:
         self.progress.enter(step, prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
+        transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
+
+        def take_items(items: Sequence[_Item]) -> int:
+            for batch in _batches(table, items):
+                numbers = [chunk for chunk, _ in batch]
+                how: dict[str, Any] = {"verify": options.verify, "transforms": transforms}
+                read = partial(read_items, storage, table, numbers, **how)
+                for (chunk, take), data in zip(batch, self._read(read, end_s), strict=True):
+                    with naming_tensor(table, chunk):
+                        take(data)
+            return sum(int(table.item_bytes[chunk]) for chunk, _ in items)
+
+        items_bytes, refusal = 0, None
+        try:
+            # Why first: an object that is refused or damaged is found before a target changes.
+            items_bytes += take_items(work.objects)
+        except CheckpointError as error:
+            if shared is None:
+                raise
+            refusal = error
+
         def chunks() -> ReadStats:
             if shared is None:
                 return read_prepared(storage, prepared, work.sink, options=options)
             failed = True
             try:
                 shared.start()
+                if refusal is not None:
+                    # Why only now: other ranks wait for what this one reads for them.
+                    raise refusal
                 stats = read_prepared(shared, prepared, work.sink, options=options)
                 failed = False
             finally:
@@ -433,22 +458,11 @@ class RankLoad:
             return replace(stats, bytes_read=shared.bytes_from_storage)
 
         stats = self._read(chunks, end_s)
-        needed, read = stats.bytes_needed, stats.bytes_read
         opaque = [(chunk, partial(work.place_item, chunk)) for chunk in stats.opaque]
-        transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
-        for batch in _batches(table, [*opaque, *work.objects]):
-
-            def items(batch: Sequence[_Item] = batch) -> list[bytes]:
-                chunks = [chunk for chunk, _ in batch]
-                return read_items(
-                    storage, table, chunks, verify=options.verify, transforms=transforms
-                )
-
-            for (chunk, take), data in zip(batch, self._read(items, end_s), strict=True):
-                read += int(table.item_bytes[chunk])
-                with naming_tensor(table, chunk):
-                    take(data)
-        needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
+        opaque_bytes = take_items(opaque)
+        items_bytes += take_items(work.whole_items)
+        needed = stats.bytes_needed + items_bytes
+        read = stats.bytes_read + items_bytes + opaque_bytes
         work.finish()
         if shared is None:
             return ReadCounts(needed, read)

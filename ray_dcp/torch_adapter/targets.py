@@ -51,9 +51,10 @@ class Targets:
     """The wanted boxes and objects of one rank in one load.
 
     The order of calls: `check_coverage(plan_reads(table, wanted))`; then every load of `trials`;
-    then, when every rank is ready, `read_chunks` fills `sink`, and `place_item` receives the items
-    of tensor chunks that have no raw bytes; then every `(chunk, taker)` of `objects` is called with
-    `read_item(chunk)`; then `finish()` once, after which the state dict is loaded.
+    then, when every rank is ready, every `(chunk, taker)` of `objects` is called with
+    `read_item(chunk)`, which changes no target; then `read_chunks` fills `sink`, and `place_item`
+    receives the items of tensor chunks that have no raw bytes; then the takers of `whole_items` are
+    called; then `finish()` once, after which the state dict is loaded.
 
     Args:
         table: The chunk table.
@@ -70,7 +71,8 @@ class Targets:
     Attributes:
         wanted: The boxes of raw tensor bytes.
         sink: The memory that they are written to.
-        objects: `(chunk, taker of its verified bytes)` for Python objects and opaque boxes.
+        objects: `(chunk, taker of its verified bytes)` for Python objects.
+        whole_items: The same for opaque boxes.
         decisive: What has to be loaded before all else, the first of `trials`; None if nothing has.
             Its `finish` raises if the rest can't be loaded.
         loaded: FQNs that are loaded, in order of the state dict.
@@ -112,7 +114,8 @@ class Targets:
             sink.policy = options.dtype
         self._subclassed: set[int] = set()
         self._without_chunk = without_chunk
-        self.objects = (*objects, *self._opaque_takers())
+        self.objects = tuple(objects)
+        self.whole_items = self._opaque_takers()
         self.decisive = decisive
         self.finish = finish
         self._late_cast = late_cast

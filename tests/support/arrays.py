@@ -197,6 +197,7 @@ class ArrayWork:
         raise AssertionError(f"chunk {chunk} has no raw bytes, but every array has")
 
     untaken = None
+    whole_items = ()
 
     def check_taken(self, untaken: Untaken, /) -> None:
         """See `Targets`; nobody has to take anything."""

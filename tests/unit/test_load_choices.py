@@ -46,6 +46,29 @@ def load(path: Path, state: dict[str, Any], **options: Any) -> ray_dcp.LoadRepor
     return ray_dcp.load(state, checkpoint_id=path, options=LoadOptions(**options))
 
 
+class Unknown:
+    """Of no class that a safe load builds."""
+
+
+@pytest.mark.parametrize("fault", ["refused", "refused in stock", "damaged"])
+def test_an_object_that_can_not_be_loaded_changes_no_target(tmp_path: Path, fault: str):
+    state = {"a": torch.ones(3), "o": "much text " * 99, "z": torch.ones(3)}
+    if fault == "damaged":
+        ray_dcp.save(state, checkpoint_id=tmp_path)
+        (file,) = tmp_path.glob("*.distcp")
+        file.write_bytes(file.read_bytes().replace(b"much text", b"such text"))
+    elif fault == "refused":
+        with pytest.warns(UserWarning, match="'o' holds"):
+            ray_dcp.save({**state, "o": Unknown()}, checkpoint_id=tmp_path)
+    else:
+        stock.save({**state, "o": Unknown()}, checkpoint_id=tmp_path)
+    target = {"a": torch.zeros(3), "o": 5, "z": torch.zeros(3)}
+    with pytest.raises(errors.DamagedCheckpointError, match="o"):
+        load(tmp_path, target)
+    assert not target["a"].any()
+    assert not target["z"].any()
+
+
 # --- strictness ---------------------------------------------------------------------------------
 
 
