@@ -397,12 +397,24 @@ class _Named:
             for group in optimizer.param_groups
         ]
         ids = set[int]()
+        # Those whose stored state may be that of a parameter of another shape; alike ones together.
+        odd: dict[Any, list[Any]] = {}
+        for index, own in enumerate(groups):
+            for p in own:
+                shapes = tuple(item.shape for _, item in wanted[id(p)])
+                if any(len(one) == p.dim() and not _follows(one, p.shape) for one in shapes):
+                    odd.setdefault((index, tuple(p.shape), shapes), []).append(p)
+        ids |= {id(some[0]) for some in odd.values()}
         for own in groups:
             ids |= {id(p) for p in own if not all(_is_known(p, *row) for row in wanted[id(p)])}
             # Why not sharded parameters: the step may wait for other ranks, which need not take it.
             plain = sorted((p for p in own if not isinstance(p, DTensor)), key=torch.Tensor.numel)
             ids.update(map(id, plain[: 1 if self._is_strict else None]))
         made = self._primed(ids)
+        for first, *others in odd.values():
+            found = [(_found(made.get(id(first)), tail)[1], one) for tail, one in wanted[id(first)]]
+            if any(_must_fit(like, first, item) for like, item in found):
+                made |= self._primed(set(map(id, others)) - made.keys())
         for own in groups:
             sample = next((made[id(p)] for p in own if id(p) in made), None)
             if isinstance(sample, Mapping):
@@ -429,6 +441,8 @@ class _Named:
             return None
         if _is_like(like, item):
             return _of_dtype(like, item.dtype)
+        if parameter is not None and _must_fit(like, parameter, item):
+            return like.to(item.dtype)
         if parameter is not None and tuple(parameter.shape) == item.shape and _has_bytes(parameter):
             made = torch.empty_like(parameter, dtype=item.dtype, requires_grad=False)
             shard_like(made, parameter)
@@ -824,6 +838,25 @@ def _is_like(tensor: Any, item: StoredValue) -> bool:
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != item.shape:
         return False
     return item.is_raw in (None, _has_bytes(tensor))
+
+
+def _must_fit(tensor: Any, parameter: Any, item: StoredValue) -> bool:
+    """Returns whether state that has the shape of its parameter is stored in one that can't be its.
+
+    The load then reports the shapes, or fills the part that `LoadOptions.resize` allows.
+    """
+    return (
+        isinstance(tensor, torch.Tensor)
+        and _has_bytes(tensor)
+        and tensor.dim() == len(item.shape) == parameter.dim()
+        and _follows(tensor.shape, parameter.shape)
+        and not _follows(item.shape, parameter.shape)
+    )
+
+
+def _follows(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Returns whether each length is that of the whole, or 1 as in state that is factored."""
+    return all(length in (1, full) for length, full in zip(shape, whole, strict=True))
 
 
 def _is_known(parameter: Any, path: NamePath, item: StoredValue) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ray_dcp
 from ray_dcp import saving
-from ray_dcp.errors import CoverageError, MissingKeyError, StateDictError
+from ray_dcp.errors import CoverageError, MissingKeyError, ShapeMismatchError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
 from tests.support.own_planners import OwnLookup
@@ -167,6 +167,41 @@ def test_an_option_that_a_group_was_saved_without_goes_from_it(tmp_path: Path):
     step(state)
     check_both(state, other, tmp_path / "c")
     assert ["initial_lr" in group for group in other["o"].param_groups] == [True, False]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_state_of_a_parameter_of_another_shape_is_refused_or_resized(
+    cls: Any, steps: int, alone: bool, tmp_path: Path
+):
+    def words(number: int, steps: int) -> State:
+        model = nn.ModuleList([nn.Embedding(number, 4), nn.Embedding(3, 4), nn.Embedding(3, 1)])
+        state: State = {"m": model, "o": cls(model.parameters())}
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            state["o"].step()
+        return {"o": state["o"]} if alone else state
+
+    save(words(10, 2), tmp_path)
+    same = words(10, steps)
+    load(same, tmp_path)
+    same["o"].step()
+    other = words(12, steps)
+    ((first, *_),) = [group["params"] for group in other["o"].param_groups]
+    with pytest.raises(ShapeMismatchError, match=r"'o\.state\.0.*saved as \(10, "):
+        load(other, tmp_path, **({} if alone else {"resize": {"m.*": 0}}))
+    report = load(other, tmp_path, resize={"*": 0})
+    of_rows = {"exp_avg", "exp_avg_sq"} if cls is torch.optim.AdamW else {"row_var"}
+    assert {name.rpartition(".")[2] for name, *_ in report.resized} - {"weight"} == of_rows
+    for name in of_rows:
+        value = other["o"].state[first][name]
+        assert len(value) == 12
+        assert value[:10].all()
+        assert bool(value[10:].any()) == bool(steps)
+    first.grad = torch.ones_like(first)
+    other["o"].step()
 
 
 def test_groups_are_found_by_their_parameters_where_a_load_renames_these(tmp_path: Path):
