@@ -574,7 +574,7 @@ def _nonfinite_items(captured: Capture) -> list[tuple[str, NonFinite, int]]:
 
 def _may_be_nonfinite(dtype: str) -> bool:
     found = dtype_of(dtype)
-    return dtype in READABLE and (found.is_floating_point or found.is_complex)
+    return found.is_complex or (found.is_floating_point and dtype in READABLE)
 
 
 def _told(bad: list[tuple[str, NonFinite, int]], rank: int) -> str:

@@ -149,6 +149,10 @@ def test_only_numbers_that_can_be_nonfinite_are_searched(planner, tmp_path: Path
     state = {"i": torch.ones(2, dtype=torch.int64), "b": torch.tensor(True), "w": torch.ones(3)}
     options = {"options": REFUSE, "planner": planner and planner()}
     ray_dcp.save(state, checkpoint_id=tmp_path / "a", **options)
+    packed = torch.tensor([0x7F, 0xFF], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    ray_dcp.save({**state, "f4": packed}, checkpoint_id=tmp_path / "a", **options)
     state["w"][1] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"'w' \(1 NaN and 0 infinite of 3\)"):
-        ray_dcp.save(state, checkpoint_id=tmp_path / "b", **options)
+    for dtype in (torch.float32, torch.complex32):
+        state["w"] = state["w"].to(dtype)
+        with pytest.raises(NonFiniteError, match=r"'w' \(1 NaN and 0 infinite of 3\)"):
+            ray_dcp.save(state, checkpoint_id=tmp_path / "b", **options)
