@@ -392,15 +392,14 @@ class Placing:
         if stored is None:
             stored = self._dtypes[code] = dtype_of(self.table.dtypes[code], fqn=fqn)
         if shape != self._shapes[number]:
-            if self._may_differ(fqn, self._shapes[number], shape):
-                self.resized.append((fqn, self._shapes[number], shape))
-                if stored == dtype:
-                    return stored
-            self._differ_in_size = True
-            self._mismatches.append(
-                f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
-            )
-        elif stored != dtype and self.options.dtype != "keep":
+            if not self._may_differ(fqn, self._shapes[number], shape):
+                self._differ_in_size = True
+                self._mismatches.append(
+                    f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
+                )
+                return stored
+            self.resized.append((fqn, self._shapes[number], shape))
+        if stored != dtype and self.options.dtype != "keep":
             problem = cast_problem(stored, dtype, self.options)
             if problem is None:
                 self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))

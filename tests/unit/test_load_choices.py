@@ -226,6 +226,17 @@ def test_a_dimension_is_padded_or_cut(saved: Path, rows: int, columns: int):
     assert report.resized == (("model.a", (3, 2), (rows, columns)),)
 
 
+def test_what_is_resized_may_be_cast_as_any_other(saved: Path):
+    resize = {"model.a": 0}
+    for dtype, policy in ((torch.float64, "widen"), (torch.bfloat16, "cast")):
+        state = {"model": {"a": torch.full((4, 2), 9.0, dtype=dtype)}}
+        report = load(saved, state, resize=resize, dtype=policy)
+        assert state["model"]["a"].tolist() == [[0, 1], [2, 3], [4, 5], [9, 9]]
+        assert (len(report.resized), len(report.cast)) == (1, 1)
+    with pytest.raises(errors.ShapeMismatchError, match=r"Dtype mismatch.*wanted as bfloat16"):
+        load(saved, state, resize=resize)
+
+
 def test_only_the_named_tensors_and_dimensions_may_differ(saved: Path):
     for resize in ({"*.b": 0}, {"*.a": 1}, {"*.a": 7}):
         state = {"model": {"a": torch.full((5, 2), 9.0)}}
