@@ -241,7 +241,12 @@ def import_checkpoint(
         elif path.is_file():
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
-                _rewrite(folder, target, choice, options, meter=meter)
+                try:
+                    _rewrite(folder, target, choice, options, meter=meter)
+                except CheckpointError as error:
+                    if error.checkpoint_id == folder:
+                        error.checkpoint_id = os.fspath(source)
+                    raise
         else:
             _rewrite(source, target, choice, options, meter=meter)
 

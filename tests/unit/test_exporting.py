@@ -232,6 +232,10 @@ def test_wrong_imports_are_refused(tmp_path: Path):
         (tmp_path / "w.pt").write_bytes(begin)
         with pytest.raises(error):
             ray_dcp.import_checkpoint(tmp_path / "w.pt", tmp_path / "new")
+    (tmp_path / "w.safetensors").write_bytes(b"\xff" * 99)
+    with pytest.raises(DamagedCheckpointError) as told:
+        ray_dcp.import_checkpoint(tmp_path / "w.safetensors", tmp_path / "new")
+    assert told.value.checkpoint_id == str(tmp_path / "w.safetensors")
     assert not (tmp_path / "new").exists()
 
 
