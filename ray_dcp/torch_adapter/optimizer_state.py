@@ -217,6 +217,7 @@ class _Named:
         self._num_stored: int | None = None
         self._absent: set[str] = set()
         self._renamed_to: dict[str, str] = {}
+        self._listed: set[int] = set()
         self._key, self._is_whole, self._is_strict = "", True, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -517,7 +518,12 @@ class _Named:
                     value = self._placed(parameter, group, options, value)
                     if not self._is_whole and isinstance(held, Mapping):
                         value = {**held, **value}
-                elif held is None or (options is not None and self._is_whole):
+                elif held is None or (
+                    options is not None
+                    and self._is_whole
+                    # Why: of a parameter that no stored group lists, the checkpoint knows nothing.
+                    and (self._is_strict or id(parameter) in self._listed)
+                ):
                     continue
                 state[numbers[id(parameter)]] = value
             stays = group if options is None or not self._is_whole else self._absent
@@ -537,6 +543,7 @@ class _Named:
         own = self._optimizer.param_groups
         stored = list(found[: self._num_stored])
         members = [self._members(group.get("params") or ()) for group in stored]
+        self._listed = set().union(*members)
         ids = [{id(parameter) for parameter in group["params"]} for group in own]
         hits = [[j for j, some in enumerate(members) if mine & some] for mine in ids]
         empty = iter([j for j, group in enumerate(stored) if group.get("params") == []])
