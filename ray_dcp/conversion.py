@@ -156,7 +156,27 @@ def chosen(
             f"{stored[0].name!r} to match {list(include)}",
             key="include",
         )
-    return list(kept.values())
+    return list(kept.values()) if rename is None else _in_dicts(list(kept.values()))
+
+
+def _in_dicts(kept: list[Selected]) -> list[Selected]:
+    """Returns values with indices as texts where they were renamed to places beside texts."""
+    dicts = {
+        each.path[:at]
+        for each in kept
+        for at, part in enumerate(each.path)
+        if type(part) is not int
+    }
+    return [
+        replace(
+            each,
+            path=tuple(
+                str(part) if type(part) is int and each.path[:at] in dicts else part
+                for at, part in enumerate(each.path)
+            ),
+        )
+        for each in kept
+    ]
 
 
 def _renamed(path: NamePath, name: str) -> NamePath:

@@ -128,6 +128,8 @@ def test_the_state_dict_of_a_module_stays_one_when_its_prefix_is_removed(tmp_pat
     whole = ray_dcp.read_state_dict(tmp_path / "source", key_map=[("^model[.]0[.]", "net.first.")])
     assert [*whole["net"]] == ["first.weight", "first.bias"]
     assert [*whole["model"]] == ["1.weight", "1.bias"]
+    mixed = ray_dcp.read_state_dict(tmp_path / "source", key_map={"more.l.0": "model.0"})
+    assert mixed["model"]["0"] == torch.ones(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
