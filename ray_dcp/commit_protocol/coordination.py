@@ -162,7 +162,6 @@ class Coordination:
         """
         lost = self._lost.get(request.key.session, {})
         if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
-            lost.pop(request.rank, None)
             call = call_of(request) if isinstance(request, Opening) else None
             self._liveness.requested(request.key, request.rank, silence_s, call)
         machine = self._known(request.key)
@@ -244,7 +243,7 @@ class Coordination:
         return replace(ack, failed=failed, queued=queued)
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Registers the place of a rank for messages, for example `"pid 12 on node-3"`."""
+        """Registers a rank, which lives, and its place for messages, as `"pid 12 on node-3"`."""
         self._lost.get(session, {}).pop(rank, None)
         self._liveness.place(session, rank, place)
 
@@ -321,7 +320,7 @@ class Coordination:
     def lost(self, session: str, ranks: Iterable[int], reason: str) -> Commands:
         """Marks ranks dead: fails current and later operations that need them.
 
-        A rank that sends a message counts as alive again.
+        A rank that registers again, as it does with each call, counts as alive again (`place`).
 
         Args:
             session: Name of the session.
