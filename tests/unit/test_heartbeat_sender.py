@@ -135,11 +135,14 @@ def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinato
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
     assert eventually(lambda: sender.failure(False, True) is not None)
-    sender.remove(progress)
     error = sender.failure(False, True)
     assert type(error) is DeadlineError
     assert "rank 0 can't reach it" in error.message
     assert coordinator.killed == []
+    assert len(coordinator.beats) == heartbeat.MOST_UNANSWERED
+    coordinator.frozen.clear()
+    assert eventually(lambda: sender.failure(False, True) is None)
+    sender.remove(progress)
 
 
 def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator, sender):
@@ -163,6 +166,49 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sen
     assert all(beat.left == (left,) for beat in coordinator.beats)
     num_said = len(coordinator.beats)
     assert not eventually(lambda: len(coordinator.beats) > num_said, 0.3)
+
+
+def test_what_is_left_while_an_answer_comes_is_said_in_the_next_heartbeat(
+    coordinator, sender, monkeypatch
+):
+    first, second = (Left(OpKey("s", seq), "Ctrl-C") for seq in (4, 5))
+    get, later = coordinator.get, iter([second])
+
+    def leave_and_get(sent):
+        for left in later:
+            sender.leave(left, 0.0)
+        return get(sent)
+
+    monkeypatch.setattr(ray_calls, "get", leave_and_get)
+    sender.leave(first, 60.0)
+    assert eventually(lambda: coordinator.beats[-1].left == (second,))
+    assert eventually(lambda: sender._thread is None)
+
+
+def test_a_heartbeat_that_fails_is_sent_again_and_what_an_answer_says_is_logged(
+    coordinator, sender, monkeypatch, caplog
+):
+    errors = iter([StorageError("out of order")])
+
+    def fail_once(sent):
+        for error in errors:
+            raise error
+        return HeartbeatAck("id", 0, "pid 1", waits=("It waits for rank 3",))
+
+    monkeypatch.setattr(ray_calls, "get", fail_once)
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: "It waits for rank 3" in caplog.messages)
+    assert "out of order" in caplog.text
+    sender.remove(progress)
+
+
+def test_calls_at_once_beat_as_often_as_the_shortest_timeout_needs(coordinator, sender, progress):
+    other = RankProgress()
+    sender.add(other, 1000.0)
+    assert eventually(lambda: coordinator.beats and len(coordinator.beats[-1].doings) == 2)
+    assert coordinator.beats[-1].timeout_s == TIMEOUT_S
+    sender.remove(other)
 
 
 def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch, sender):

@@ -1,8 +1,11 @@
 """The load and exchange machines, fed by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from ray_dcp.commit_protocol.commands import ReadCheckpoint
+from ray_dcp.commit_protocol.load import MOST_SENT_BYTES
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Exchanged,
@@ -42,6 +45,17 @@ def to_reading(play):
     to_planning(play)
     for rank in range(play.world_size):
         play.send(LoadReady(KEY, rank))
+
+
+@pytest.mark.parametrize(("world_size", "is_sent"), [(2, True), (3, False)])
+def test_a_chunk_table_is_sent_to_all_ranks_unless_that_is_much(world_size, is_sent):
+    play, table = Play(world_size), bytes(MOST_SENT_BYTES // 2)
+    for rank in range(world_size):
+        play.join_load(rank)
+    play.done(replace(FOUND, table=table))
+    assert [play.reply(rank, "LoadJoin").table for rank in range(world_size)] == (
+        [table if is_sent else b""] * world_size
+    )
 
 
 def test_what_one_rank_leaves_another_may_take_and_all_learn_what_nobody_takes():
