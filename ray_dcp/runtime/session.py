@@ -366,6 +366,15 @@ LOOK_S = 0.5
 """Interval at which a waiting call checks whether it is still useful, in seconds."""
 
 
+def closed_meanwhile(session: str, rank: int) -> ParticipantError:
+    """Returns the error of a call during which its own process closed the session."""
+    return ParticipantError(
+        f"Expected session {session!r} to be open until the end of the call, but this process "
+        f"closed it meanwhile",
+        rank=rank,
+    )
+
+
 class LinkSession(Session):
     """A session whose calls are futures of a link to the coordinator."""
 
@@ -404,11 +413,7 @@ class LinkSession(Session):
                         rank=self.rank,
                     )
         except futures.CancelledError:
-            raise ParticipantError(
-                f"Expected session {self.name!r} to be open until the end of the call, but this "
-                f"process closed it meanwhile",
-                rank=self.rank,
-            ) from None
+            raise closed_meanwhile(self.name, self.rank) from None
         finally:
             answer.cancel()
 

@@ -39,7 +39,7 @@ from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
-from ray_dcp.runtime.session import LinkSession
+from ray_dcp.runtime.session import LinkSession, closed_meanwhile
 
 RETURN_S = 0.5
 """How long a rank whose connection closed may take to connect again, in seconds."""
@@ -426,6 +426,7 @@ class SocketLink:
     ) -> None:
         self.ended: ParticipantError | None = None
         self.on_end: Callable[[], None] = lambda: None
+        self._closing = False
         self._hello, self._address, self._key = (session, rank, place), address, key
         self._thread = LoopThread(lambda: _Calling(self._connect, self._end))
         try:
@@ -440,6 +441,7 @@ class SocketLink:
 
     def close(self) -> None:
         """Closes the connection."""
+        self._closing = True
         with suppress(CheckpointError, futures.TimeoutError):
             self._thread.ask("close").result(2.0)
         self._thread.stop()
@@ -459,13 +461,16 @@ class SocketLink:
         return channel
 
     def _end(self, error: Exception) -> ParticipantError:
-        host, port = self._address
-        self.ended = ParticipantError(
-            f"Expected rank 0 to live, as the coordinator of session {self._hello[0]!r} is in its "
-            f"process, but nobody answers at {host}:{port} any more ({type(error).__name__}). Look "
-            f"at the log of rank 0, and restart the job",
-            rank=0,
-        )
+        (session, rank, _), (host, port) = self._hello, self._address
+        if self._closing:
+            self.ended = closed_meanwhile(session, rank)
+        else:
+            self.ended = ParticipantError(
+                f"Expected rank 0 to live, as the coordinator of session {session!r} is in its "
+                f"process, but nobody answers at {host}:{port} any more ({type(error).__name__}). "
+                f"Look at the log of rank 0, and restart the job",
+                rank=0,
+            )
         self.on_end()
         return self.ended
 

@@ -56,12 +56,13 @@ def sessions(pool) -> Iterator[list[SocketSession]]:
         session.close()
 
 
-def exchange(session: SocketSession, timeout_s: float = 60.0) -> Any:
+def sent_by(session: SocketSession, timeout_s: float = 60.0) -> Exchange:
     outbox = dict.fromkeys(range(session.world_size), f"from {session.rank}".encode())
-    key = session.next_key()
-    reply = session.call(
-        Exchange(key, session.rank, session.world_size, "t", outbox, timeout_s), silence_s=60.0
-    )
+    return Exchange(session.next_key(), session.rank, session.world_size, "t", outbox, timeout_s)
+
+
+def exchange(session: SocketSession, timeout_s: float = 60.0) -> Any:
+    reply = session.call(sent_by(session, timeout_s), silence_s=60.0)
     return reply.error if isinstance(reply, Refused) else reply
 
 
@@ -157,14 +158,18 @@ def test_a_connection_that_breaks_is_made_again_and_what_is_unanswered_is_sent_a
     assert eventually(lambda: end_of(sessions[1]).unanswered)
     break_connection(sessions[1])
     assert eventually(lambda: end_of(sessions[1]).channel is not before)
-    wait_for_the_look(sessions)
     assert not early[0].done()
     assert isinstance(exchange(sessions[0]), Exchanged)
     assert all(isinstance(one.result(60), Exchanged) for one in early)
+    wait_for_the_look(sessions)
+    first = sessions[0]._link.ask("call", sent_by(sessions[0]), None, 60.0)
+    others = all_exchange(pool, sessions[1:])
+    assert all(isinstance(reply, Exchanged) for reply in [first.result(60), *others])
 
 
 def test_the_end_of_the_connection_before_is_no_death(pool, sessions):
-    early, channels = pool.submit(exchange, sessions[0]), sessions[0]._link.inner.channels
+    early = [pool.submit(exchange, sessions[rank]) for rank in (0, 2)]
+    channels = sessions[0]._link.inner.channels
     assert eventually(lambda: ("s", 1) in channels)
     before = channels["s", 1]
     again = SocketLink("s", 1, "again", address_of(sessions), sessions[0]._link.inner._key)
@@ -172,9 +177,9 @@ def test_the_end_of_the_connection_before_is_no_death(pool, sessions):
     sessions[1]._link.close()
     assert eventually(before._writer.is_closing)
     wait_for_the_look(sessions)
-    assert not early.done()
+    again.ask("call", sent_by(sessions[1]), "again", 60.0)
+    assert all(isinstance(one.result(60), Exchanged) for one in early)
     again.close()
-    assert early.result(60).rank == 1
 
 
 def test_who_counted_as_lost_and_calls_takes_part_again(pool, sessions):
@@ -251,15 +256,21 @@ def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(poo
         exchange(sessions[0])
 
 
-def test_a_rank_that_moves_bytes_stops_when_rank_0_has_ended(sessions):
-    progress = RankProgress()
+@pytest.mark.parametrize(
+    ("closes", "said"), [(0, "Expected rank 0 to live"), (1, "this process closed it meanwhile")]
+)
+def test_a_rank_that_moves_bytes_stops_when_rank_0_or_its_own_session_has_ended(
+    sessions, closes, said
+):
     with Activity(sessions[1], 60.0) as activity:
         progress = activity.progress
         progress.begin(activity.next_key())
         progress.enter(WRITE)
-        sessions[0].close()
+        sessions[closes].close()
         assert eventually(lambda: progress.stop.asked)
         assert isinstance(progress.abandoned, ParticipantError)
+        assert progress.abandoned.rank == closes
+        assert said in progress.abandoned.message
         progress.over = True
 
 
@@ -274,10 +285,6 @@ def test_a_call_that_is_given_up_is_not_sent_again(sessions):
     with pytest.raises(DeadlineError, match=r"to answer within 0\.1 s"):
         sessions[1]._ask("call", sent_by(sessions[1]), None, None, timeout_s=0.1)
     assert eventually(lambda: not end_of(sessions[1]).unanswered)
-
-
-def sent_by(session: SocketSession) -> Exchange:
-    return Exchange(session.next_key(), session.rank, session.world_size, "t", {}, 60.0)
 
 
 def test_a_rank_0_that_is_silent_is_found_frozen_and_its_work_is_given_up():
