@@ -301,8 +301,9 @@ class Liveness:
         return DeadlineError(
             f"Expected rank {rank}{where} to be heard every {known.timeout_s:g} s while it takes "
             f"part, but its last sign of life came {_age(silent_s)}: its process is frozen "
-            f"(stopped, swapped out, or a thread holds the GIL). Look at that process, restart "
-            f"rank {rank} and call again; raise heartbeat_timeout_s if such pauses are normal",
+            f"(stopped, swapped out, or a thread holds the GIL), or its machine is out of reach. "
+            f"Look at that process, restart rank {rank} and call again; raise heartbeat_timeout_s "
+            f"if such pauses are normal",
             rank=rank,
         )
 

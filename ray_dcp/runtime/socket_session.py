@@ -59,7 +59,9 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 """An idle connection closes 25 s after the last sign of the other machine; and no device on the way
-drops it before."""
+drops it before. While bytes are under way only `heartbeat_timeout_s` bounds the silence. *Why* no
+`TCP_USER_TIMEOUT`: it would also close the connection to a process that is merely stopped, and has
+much to read (measured)."""
 
 _NONCE_BYTES = 32
 _READ_BYTES = 1 << 20

@@ -22,7 +22,7 @@ from ray_dcp.commit_protocol.commands import (
     SlotTaken,
     WriteTable,
 )
-from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
+from ray_dcp.commit_protocol.liveness import Doing, Heartbeat, Liveness
 from ray_dcp.commit_protocol.messages import (
     Left,
     LoadReady,
@@ -351,6 +351,15 @@ def test_finished_operations_are_remembered_up_to_a_bound_and_never_begin_again(
     assert play.coordination.active == ()
 
 
+def test_who_is_late_with_the_same_call_twice_has_missed_one_and_makes_the_next():
+    play = Play(world_size=2)
+    for seq in range(2):
+        play.join(0, key=OpKey("run", seq))
+        play.expire()
+    assert isinstance(play.join(1, key=OpKey("run", 0)), Refused)
+    assert play.join(1, key=OpKey("run", 1)) == Renumbered(2)
+
+
 # --- Slow, frozen, absent and gone ----------------------------------------------------------------
 
 
@@ -398,7 +407,7 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
     assert "pid 7 on host-b" in error.message
     assert "every 10 s" in error.message
     assert "12 s ago" in error.message
-    assert "frozen (stopped, swapped out, or a thread holds the GIL)" in error.message
+    assert "holds the GIL), or its machine is out of reach" in error.message
 
 
 def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_silence():
@@ -410,6 +419,45 @@ def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_si
     play.check_silence(500.0)
     assert play.timer.after_s == SaveOptions().plan_timeout_s
     assert play.errors("SaveJoin") == {}
+
+
+def test_a_rank_that_began_to_beat_and_then_freezes_is_blamed_without_a_promise():
+    play = Beating(world_size=2, silence_s=None)
+    play.to_writing()
+    play.receipt(0)
+    play.beat(1)
+    play.check_silence(TIMEOUT_S)
+    play.expire()
+    play.done(RecordCreated(1))
+    assert play.errors("SaveReceipt")[0].rank == 1
+
+
+def test_beats_for_calls_before_an_operation_are_none_for_it():
+    play, key = Beating(world_size=3), OpKey(KEY.session, 5)
+    for rank in (0, 1):
+        play.join(rank, key=key)
+    for play.now_s in (5.0, TIMEOUT_S):
+        play.beat(0, Doing(3, 5, "planning"))
+        play.beat(1, Doing(3, 4, "planning"))
+    play.check_silence(TIMEOUT_S)
+    play.expire()
+    error = play.errors("SaveJoin")[0]
+    assert error.rank == 1
+    assert "it left the call" in error.message
+
+
+def test_who_dies_in_another_session_is_not_missed():
+    play = Play(world_size=2)
+    play.join(0)
+    assert play.coordination.lost("another", [1], "killed") == ()
+
+
+def test_what_ranks_promised_is_forgotten_when_their_operation_ends():
+    liveness = Liveness(lambda: 0.0)
+    liveness.requested(KEY, 0, TIMEOUT_S)
+    assert liveness.due_s(KEY) == {0: TIMEOUT_S}
+    liveness.ended(KEY)
+    assert liveness.due_s(KEY) == {}
 
 
 def test_a_rank_that_speaks_again_is_told_the_outcome_and_not_taken_back():
