@@ -39,6 +39,7 @@ def test_ranks_save_and_load_resharded(num_ranks: int, tmp_path: Path, programs:
     for facts in map(told, (one.stdout for one in ended)):
         assert facts["same"]
         assert facts["staging"] == "process"
+        assert not facts["key_is_stored"]
         assert not facts["has_ray"]
         assert facts["children"] == []
     assert left_in(own) == []

@@ -203,6 +203,14 @@ def test_a_heartbeat_that_fails_is_sent_again_and_what_an_answer_says_is_logged(
     sender.remove(progress)
 
 
+def test_a_short_timeout_does_not_wait_for_its_first_heartbeat(coordinator, sender, monkeypatch):
+    monkeypatch.setattr(heartbeat, "FIRST_HEARTBEAT_S", 1000.0)
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.beats)
+    sender.remove(progress)
+
+
 def test_calls_at_once_beat_as_often_as_the_shortest_timeout_needs(coordinator, sender, progress):
     other = RankProgress()
     sender.add(other, 1000.0)

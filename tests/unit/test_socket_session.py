@@ -283,7 +283,7 @@ def test_a_call_of_another_method_or_with_wrong_arguments_fails_alone(pool, sess
 
 def test_a_call_that_is_given_up_is_not_sent_again(sessions):
     with pytest.raises(DeadlineError, match=r"to answer within 0\.1 s"):
-        sessions[1]._ask("call", sent_by(sessions[1]), None, None, timeout_s=0.1)
+        sessions[1]._ask("call", sent_by(sessions[1], 1000.0), None, None, timeout_s=0.1)
     assert eventually(lambda: not end_of(sessions[1]).unanswered)
 
 

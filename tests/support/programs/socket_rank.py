@@ -24,6 +24,8 @@ import ray_dcp
 from ray_dcp.commit_protocol.commands import CreateRecord
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import coordinator_loop, rank_save
+from ray_dcp.runtime.discovery import current_session
+from ray_dcp.runtime.session import job_store
 from tests.support.processes import eventually
 
 HEARTBEAT_S = 3.0
@@ -57,7 +59,10 @@ def reshard(folder: str) -> dict[str, Any]:
     ray_dcp.load(found, checkpoint_id=f"{folder}/async")
     same = torch.equal(found["w"].full_tensor(), whole()) and found["step"] == 3
     tasks = Path("/proc/self/task").iterdir()
+    session = current_session()
+    key = f"ray_dcp/socket/{session.name if session else ''}/address"
     return {
+        "key_is_stored": job_store().check([key]),
         "same": same,
         "staging": handle.report().staging,
         "first_call_s": saved_s - first_s,
