@@ -89,7 +89,7 @@ def coordinator(monkeypatch):
 
 
 def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordinator, sender):
-    for life in range(3):
+    for life in range(2):
         coordinator.life = life
         coordinator.frozen.add(life)
         progress = RankProgress()
@@ -154,7 +154,8 @@ def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator, sende
     sender.remove(progress)
 
 
-def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sender):
+def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sender, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LEFT_TIMEOUT_S", TIMEOUT_S)
     coordinator.answers = {"is_up_to_date": False}  # it takes saves up
     left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
     with ThreadPoolExecutor(1) as pool:
