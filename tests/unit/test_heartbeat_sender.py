@@ -271,4 +271,6 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     coordinator.answers = {"failed": {key: Refused(full)}}
     assert eventually(lambda: progress.stop.asked)
     assert progress.stop.error is full
+    progress.begin(OpKey("s", 5))
+    assert not progress.stop.asked
     sender.remove(progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import pickle
 import socket
 import threading
@@ -105,6 +106,19 @@ def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
     assert eventually(lambda: sum("Refused a connection" in one for one in caplog.messages) >= 2)
     assert Tattles.seen == []
     assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
+
+
+def test_what_opened_one_connection_opens_no_second_one(sessions):
+    key, nonce = sessions[0]._link.inner._key, b"n" * 32
+    with socket.create_connection(address_of(sessions), 60) as first:
+        first.sendall(nonce)
+        proof = hmac.digest(key, b"calls" + first.recv(32) + nonce, "sha256")
+        first.sendall(proof)
+        assert len(first.recv(32)) == 32  # rank 0 has accepted it, and proves that it is rank 0
+    with socket.create_connection(address_of(sessions), 60) as second:
+        second.sendall(nonce + proof)
+        assert len(second.recv(32)) == 32  # its challenge
+        assert second.recv(32) == b""
 
 
 def test_who_repeats_what_a_rank_says_does_not_pass_for_rank_0():
