@@ -9,11 +9,12 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
-from ray_dcp.errors import DeadlineError, LimitError, StorageError
+from ray_dcp.errors import DeadlineError, LimitError, ParticipantError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.ray_session import RayHeartbeatSender
@@ -167,6 +168,22 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sen
     assert all(beat.left == (left,) for beat in coordinator.beats)
     num_said = len(coordinator.beats)
     assert not eventually(lambda: len(coordinator.beats) > num_said, 0.3)
+
+
+def test_a_coordinator_that_died_stops_who_moves_bytes_and_the_next_one_may_begin_a_call(
+    coordinator, sender, progress, monkeypatch
+):
+    def die(sent):
+        coordinator.life = 1
+        raise ActorDiedError
+
+    progress.enter(WRITE)
+    assert eventually(lambda: coordinator.answered_s)
+    assert sender.failure(True, False) is None
+    monkeypatch.setattr(ray_calls, "get", die)
+    assert eventually(lambda: progress.abandoned is not None)
+    assert type(progress.abandoned) is type(sender.failure(True, False)) is ParticipantError
+    assert sender.failure(True, True) is None
 
 
 def test_what_is_left_while_an_answer_comes_is_said_in_the_next_heartbeat(
