@@ -31,21 +31,28 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
 from ray_dcp.view.drawing import aside, div, heading
 from ray_dcp.view.pictures import (
-    LEFT,
-    MOST_DETAILED,
     Picture,
-    folder_of,
     line_chart,
-    metric_names,
     picture_diff,
     picture_layout,
     picture_reshard,
     picture_steps,
-    run_text,
-    step_cells,
 )
 from ray_dcp.view.run_listing import list_checkpoints
-from ray_dcp.view.run_view import KINDS, RunView, StepView, Usage, nearest_paths, usage_of
+from ray_dcp.view.run_view import (
+    KINDS,
+    LEFT,
+    MOST_DETAILED,
+    RunView,
+    StepView,
+    Usage,
+    folder_of,
+    metric_names,
+    nearest_paths,
+    run_text,
+    step_cells,
+    usage_of,
+)
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 _STYLES = {"committed": "green", "damaged": "red", "unreadable": "red", "in flight": "yellow",

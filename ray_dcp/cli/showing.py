@@ -49,11 +49,11 @@ from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.store.opening import place_below
 from ray_dcp.store.storage import read_if_there
-from ray_dcp.view.checkpoint_view import CheckpointView, read_view
+from ray_dcp.view.charts import Node, grown, shape_text
+from ray_dcp.view.checkpoint_view import CheckpointView, leaves_of, read_view
 from ray_dcp.view.difference import TensorDiff, ValueDiff
-from ray_dcp.view.pictures import Node, folder_of, grown, leaves_of, shape_text
 from ray_dcp.view.run_listing import wrong_lengths
-from ray_dcp.view.run_view import RunView, StepView, read_run
+from ray_dcp.view.run_view import RunView, StepView, folder_of, read_run
 from ray_dcp.view.verify import VerifyInterrupted, VerifyReport, items_of
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import (

@@ -1,4 +1,4 @@
-"""`CheckpointDiff`: the tensors that differ between two checkpoints, and by how much.
+"""The tensors that differ between two checkpoints, and by how much: `CheckpointView.diff`.
 
 Block checksums are hashes of the content. If both checkpoints cut a tensor into equal chunks and
 each chunk into equal blocks, the chunk tables decide whether it changed (`diff_tables`, pure
@@ -8,27 +8,17 @@ a tensor changed.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.dtypes import READABLE, as_numbers
+from ray_dcp.core.dtypes import as_numbers
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind, offsets_of, within
-from ray_dcp.errors import InvalidRequestError, MissingKeyError
-from ray_dcp.view.progress import ShowProgress, reporting
-from ray_dcp.view.tensor_handle import parts_of
-from ray_dcp.view.wording import nearest
-
-if TYPE_CHECKING:
-    from ray_dcp.view.checkpoint_view import CheckpointView
-    from ray_dcp.view.tensor_handle import TensorHandle
-
+from ray_dcp.view.tensor_handle import TensorHandle, parts_of
 
 ChangeName = Literal["unchanged", "changed", "undecided", "reshaped", "retyped", "added", "removed"]
 
@@ -195,174 +185,6 @@ class ValueDiff:
     """Number of elements of the second tensor that are NaN or infinite."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class CheckpointDiff:
-    """Differences of two checkpoints.
-
-    Attributes:
-        first: The earlier checkpoint.
-        second: The later checkpoint.
-        tensors: All tensors and objects of both checkpoints, those of the first in its order.
-        bytes_read: Number of payload bytes that were read because hashes did not decide.
-        notes: Reasons why tensors were read, or are undecided.
-
-    Examples:
-        >>> import ray_dcp, torch
-        >>> for name, value in (("a", 1.0), ("b", 1.5)):
-        ...     state = {"w": torch.full((4,), value), "frozen": torch.ones(9)}
-        ...     _ = ray_dcp.save(state, checkpoint_id=f"memory://doc-diff/{name}")
-        >>> a, b = ray_dcp.open("memory://doc-diff/a"), ray_dcp.open("memory://doc-diff/b")
-        >>> diff = a.diff(b)
-        >>> diff.counts, diff.changed, diff.bytes_read
-        ({'unchanged': 1, 'changed': 1}, ('w',), 0)
-        >>> [(one.name, one.norm, one.relative) for one in diff.values()]
-        [('w', 1.0, 0.5)]
-    """
-
-    first: CheckpointView
-    second: CheckpointView
-    tensors: tuple[TensorDiff, ...]
-    bytes_read: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of tensors and objects of each kind of change that occurs."""
-        found = Counter(one.change for one in self.tensors)
-        return {name: found[name] for name in get_args(ChangeName) if name in found}
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """Names of tensors and objects that differ."""
-        return tuple(one.name for one in self.tensors if one.change != "unchanged")
-
-    @property
-    def changed_bytes(self) -> int:
-        """Bytes of the second checkpoint in blocks that differ or were added."""
-        return sum(one.changed_bytes for one in self.tensors if one.change != "removed")
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the checkpoints are equal."""
-        return not self.changed
-
-    def values(
-        self, names: Sequence[str] | None = None, *, progress: ShowProgress = False
-    ) -> Iterator[ValueDiff]:
-        """Reads tensors that changed, and yields by how much.
-
-        Args:
-            names: Tensors to read; by default all that changed and have equal shapes.
-            progress: As for `ray_dcp.verify`.
-
-        Raises:
-            MissingKeyError: Neither checkpoint has the name.
-            InvalidRequestError: The name is not a tensor of both checkpoints, the shapes differ, or
-                the dtype has no numbers.
-            DamagedCheckpointError: Stored bytes do not match their checksums.
-
-        Complexity:
-            Reads both tensors once, with 64 MiB of memory, or one row of each.
-        """
-        chosen = self.comparable if names is None else [self._checked(name) for name in names]
-        sizes = {name: 2 * self.second.tensors[name].num_bytes for name in chosen}
-        with reporting(progress, "reading", self.second.url) as meter:
-            meter.expect(sum(sizes.values()))
-            for name, num_bytes in sizes.items():
-                yield _value_diff(self.first[name], self.second[name])
-                meter.add(num_bytes)
-
-    @property
-    def comparable(self) -> tuple[str, ...]:
-        """Names of the tensors that may have changed and have numbers and equal shapes."""
-        return tuple(
-            one.name
-            for one in self.tensors
-            if one.change in ("changed", "retyped", "undecided") and self._problem(one.name) is None
-        )
-
-    def _checked(self, name: str) -> str:
-        known = [one.name for one in self.tensors]
-        if name not in known:
-            raise MissingKeyError(
-                f"expected a tensor that both checkpoints have, but found {name!r} in neither"
-                + nearest(name, known),
-                key=name,
-            )
-        problem = self._problem(name)
-        if problem is not None:
-            raise InvalidRequestError(f"{name!r} {problem}", key=name)
-        return name
-
-    def _problem(self, name: str) -> str | None:
-        first, second = self.first.tensors.get(name), self.second.tensors.get(name)
-        if first is None or second is None:
-            return "is not a tensor of both checkpoints"
-        if first.shape != second.shape:
-            return f"has shape {first.shape} in one and {second.shape} in the other"
-        odd = {first.dtype, second.dtype} - READABLE
-        return f"is of dtype {', '.join(odd)}, which has no numbers here" if odd else None
-
-    def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures import picture_diff
-
-        return picture_diff(self).html
-
-    def __repr__(self) -> str:
-        told = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-        return f"CheckpointDiff({self.first.url!r} -> {self.second.url!r}: {told or 'nothing'})"
-
-
-def diff_checkpoints(
-    first: CheckpointView,
-    second: CheckpointView,
-    *,
-    read: bool = True,
-    progress: ShowProgress = False,
-) -> CheckpointDiff:
-    """Returns the differences of two checkpoints; see `CheckpointView.diff`."""
-    tensors = diff_tables(first.table, second.table)
-    undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]
-    bytes_read = sum(2 * tensors[at].num_bytes for at in undecided) if read else 0
-    with reporting(progress, "comparing", second.url) as meter:
-        meter.expect(bytes_read)
-        for at in undecided if read else ():
-            one = tensors[at]
-            same = _same_bytes(first, second, one.name)
-            tensors[at] = replace(
-                one,
-                change="unchanged" if same else "changed",
-                changed_bytes=0 if same else one.num_bytes,
-                was_read=True,
-            )
-            meter.add(2 * one.num_bytes)
-    notes: tuple[str, ...] = ()
-    count = f"{len(undecided)} tensors or objects"
-    if undecided and read:
-        notes = (f"{count} were read and compared: {_why(first, second)}",)
-    elif undecided:
-        notes = (f"hashes can't decide {count}: {_why(first, second)}; nothing was read",)
-    return CheckpointDiff(first, second, tuple(tensors), bytes_read, notes)
-
-
-def _why(first: CheckpointView, second: CheckpointView) -> str:
-    without = [view.url for view in (first, second) if view.kind != "native"]
-    if without:
-        return f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no hashes"
-    return "they were cut into other chunks"
-
-
-def _same_bytes(first: CheckpointView, second: CheckpointView, name: str) -> bool:
-    if name not in first.tensors:
-        return first.read_object(name) == second.read_object(name)
-    pair = first[name], second[name]
-    if not any(handle.is_opaque for handle in pair):
-        # Suppressed: in stock checkpoints, only reading shows that a tensor is a subclass.
-        with suppress(InvalidRequestError):
-            return all(np.array_equal(_bytes(left), _bytes(right)) for left, right in _slabs(*pair))
-    return first.read_object(name) == second.read_object(name)
-
-
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -375,7 +197,13 @@ def _slabs(
         yield first.raw(part), second.raw(part)
 
 
-def _value_diff(first: TensorHandle, second: TensorHandle) -> ValueDiff:
+def same_values(first: TensorHandle, second: TensorHandle) -> bool:
+    """Returns whether two tensors of equal shape and dtype have the same bytes. Both are read."""
+    return all(np.array_equal(_bytes(one), _bytes(other)) for one, other in _slabs(first, second))
+
+
+def value_diff(first: TensorHandle, second: TensorHandle) -> ValueDiff:
+    """Returns by how much a tensor changed. Both are read, in parts."""
     difference = squares = max_abs = 0.0
     changed = elements = nonfinite = 0
     with np.errstate(invalid="ignore", over="ignore"):

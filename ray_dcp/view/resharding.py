@@ -1,4 +1,4 @@
-"""What a load on other ranks would read: numbers of each rank, and pictures of one tensor.
+"""What a load on other ranks would read: numbers of each rank, and the parts of one tensor.
 
 `preview_reshard` uses the planner and the jobs of a load. It reads only the chunk table. Bytes that
 ranks would send to each other count for each of them.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +21,11 @@ from ray_dcp.io.read_jobs import DirectRead, Geometry, Job, ReadCost, geometry, 
 from ray_dcp.io.reader import read_cost
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
+from ray_dcp.store.storage import Storage
 from ray_dcp.view import drawing as draw
 from ray_dcp.view.drawing import AMBER, WIDTH, Bar, Picture
 from ray_dcp.view.run_listing import rank_of_file
 from ray_dcp.view.wording import count_text, nearest, size_text
-
-if TYPE_CHECKING:
-    from ray_dcp.view.checkpoint_view import CheckpointView
-    from ray_dcp.view.tensor_handle import TensorInfo
-
 
 MOST_RANKS = 100_000
 _WHOLE_ITEM_BYTES = 1 << 20
@@ -165,23 +161,31 @@ def parse_layout(text: str | int | ShardGrid) -> ShardGrid:
 
 
 def preview_reshard(
-    view: CheckpointView,
+    storage: Storage,
+    table: ChunkTable,
     layout: str | int | ShardGrid,
     *,
     include: str | None = None,
     options: LoadOptions | None = None,
 ) -> ReshardPreview:
-    """Returns what a load on other ranks would read; see `CheckpointView.reshard`."""
+    """Returns what a load on other ranks would read; see `CheckpointView.reshard`.
+
+    Args:
+        storage: Storage of the checkpoint.
+        table: Its chunk table.
+        layout: As for the method, like the other arguments.
+        include: See there.
+        options: See there.
+    """
     target, options = parse_layout(layout), options or LoadOptions()
-    table = view.checkpoint.table
-    chosen = _chosen(view, include)
+    chosen = _chosen(table.names, include, storage.url)
     itemsize = np.array([ITEMSIZE.get(name, 1) for name in table.dtypes] or [1], np.int64)
     tensors = np.flatnonzero(chosen & (table.kind != Kind.OBJECT))
     objects = np.flatnonzero((table.kind[table.tensor] == Kind.OBJECT) & chosen[table.tensor])
     objects_bytes = int(table.item_bytes[objects].sum())
     width = itemsize[np.maximum(table.dtype[tensors], 0)]
     place = _places(table)
-    cost = read_cost(view.storage)
+    cost = read_cost(storage)
     ranks, lacking = [], set[int]()
     for rank in range(target.num_ranks):
         offset, size = _held_by(rank, target, table.shape[tensors], table.ndim[tensors])
@@ -208,13 +212,12 @@ def preview_reshard(
     return ReshardPreview(target, tuple(ranks), stored, uncovered)
 
 
-def _chosen(view: CheckpointView, include: str | None) -> BoolArray:
-    names = view.checkpoint.table.names
+def _chosen(names: Sequence[str], include: str | None, url: str) -> BoolArray:
     matches = (include is None or fnmatchcase(name, include) for name in names)
     chosen = np.fromiter(matches, bool, len(names))
     if include is not None and not chosen.any():
         raise InvalidRequestError(
-            f"expected names that match {include!r} in {view.url}, found none of {len(names)}"
+            f"expected names that match {include!r} in {url}, found none of {len(names)}"
             + nearest(include, names),
             key="include",
         )
@@ -356,13 +359,14 @@ def _even_boxes(shape: tuple[int, ...], parts: Sequence[int]) -> RankBoxes:
     return RankBoxes(shape, np.arange(len(at), dtype=np.int64), low, high - low)
 
 
-def shard_layout(boxes: RankBoxes, name: str, info: TensorInfo) -> Picture:
+def shard_layout(boxes: RankBoxes, name: str, dtype: str, num_bytes: int) -> Picture:
     """Returns a picture of a tensor as a rectangle whose parts have the colours of their ranks.
 
     Args:
         boxes: The parts. Of more than two dimensions, the two with the most cuts are drawn.
         name: FQN.
-        info: Properties of the tensor.
+        dtype: Name of the torch dtype.
+        num_bytes: Number of bytes of the whole tensor.
     """
     dims = _drawn_dims(boxes)
     flat = _flat(boxes, dims)
@@ -370,39 +374,28 @@ def shard_layout(boxes: RankBoxes, name: str, info: TensorInfo) -> Picture:
     label = f"Layout of a tensor of shape {boxes.shape} over {boxes}"
     parts = [_panel(flat, len(dims), _EDGE, width, height), _legend(boxes, _ROOF + height + 20)]
     drawing = draw.svg(WIDTH, _ROOF + height + 34, *parts, label=label)
-    return draw.pictured(*_heading(boxes, flat, dims, name, info), drawing)
+    return draw.pictured(*_heading(boxes, flat, dims, name, dtype, num_bytes), drawing)
 
 
-def picture_layout(view: CheckpointView, name: str) -> Picture:
-    """Returns a picture of the parts of a tensor and the ranks that wrote them.
-
-    Args:
-        view: The checkpoint.
-        name: FQN of a tensor.
-
-    Raises:
-        MissingKeyError: The checkpoint has no such name; the message lists similar ones.
-        InvalidRequestError: The name is that of an object.
-    """
-    return shard_layout(*_boxes_of(view, name))
-
-
-def picture_reshard(
-    view: CheckpointView, name: str, layout: str | int | ShardGrid | Sequence[int]
+def reshard_layout(
+    before: RankBoxes,
+    layout: str | int | ShardGrid | Sequence[int],
+    name: str,
+    dtype: str,
+    num_bytes: int,
 ) -> Picture:
     """Returns a picture of a tensor as it is stored and as the ranks of a load need it.
 
     Args:
-        view: The checkpoint.
-        name: FQN of a tensor.
-        layout: Layout of the load: `6` for rows over 6 ranks, `4x2` and others as for
-            `CheckpointView.reshard`; or the number of parts of each dimension.
+        before: The stored parts.
+        layout: Layout of the load, or the number of parts of each dimension.
+        name: FQN.
+        dtype: Name of the torch dtype.
+        num_bytes: Number of bytes of the whole tensor.
 
     Raises:
-        MissingKeyError: The checkpoint has no such name; the message lists similar ones.
-        InvalidRequestError: The name is that of an object, or the layout does not fit the tensor.
+        InvalidRequestError: The layout does not fit the tensor.
     """
-    before, _, info = _boxes_of(view, name)
     if isinstance(layout, str | int | ShardGrid):
         parsed = parse_layout(layout)
         layout = (parsed.rows, parsed.columns)[: len(before.shape)]
@@ -420,21 +413,11 @@ def picture_reshard(
         _panel(old, len(dims), second, width, height, new),
         _legend(before, bottom),
     ]
-    takes = _takes(before, after, ITEMSIZE.get(info.dtype, 1))
+    takes = _takes(before, after, ITEMSIZE.get(dtype, 1))
     drawn, bottom = draw.bars(takes, 100, bottom + 20, len(after.rank) - len(takes))
     label = f"A tensor stored by {before} and loaded by {after}"
     drawing = draw.svg(WIDTH, bottom + 4, *parts, drawn, label=label)
-    return draw.pictured(*_heading(before, old, dims, name, info), drawing)
-
-
-def _boxes_of(view: CheckpointView, name: str) -> tuple[RankBoxes, str, TensorInfo]:
-    info = view.tensors.get(name)
-    if info is None:
-        view[name]  # raises for an unknown name
-        raise InvalidRequestError(
-            f"expected the name of a tensor, but {name!r} is an object", key="name"
-        )
-    return stored_boxes(view.checkpoint.table, view.names.index(name)), name, info
+    return draw.pictured(*_heading(before, old, dims, name, dtype, num_bytes), drawing)
 
 
 def _drawn_dims(boxes: RankBoxes) -> list[int]:
@@ -458,11 +441,11 @@ def _flat(boxes: RankBoxes, dims: Sequence[int]) -> RankBoxes:
 
 
 def _heading(
-    boxes: RankBoxes, flat: RankBoxes, dims: Sequence[int], name: str, info: TensorInfo
+    boxes: RankBoxes, flat: RankBoxes, dims: Sequence[int], name: str, dtype: str, num_bytes: int
 ) -> tuple[str, str]:
     shape = "×".join(map(str, boxes.shape)) or "scalar"
     parts = f"{count_text(len(boxes.rank), 'part')} on {boxes}"
-    told = " · ".join([shape, draw.safe(info.dtype), size_text(info.num_bytes), parts])
+    told = " · ".join([shape, draw.safe(dtype), size_text(num_bytes), parts])
     sliced = f"dimensions {dims} are drawn; others are cut as well, and their first parts are shown"
     is_slice = len(flat.rank) < len(boxes.rank)
     return draw.heading(name, told), draw.aside(sliced if is_slice else "")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +33,10 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
+from ray_dcp.view import drawing as draw
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view, trace_of
 from ray_dcp.view.difference import new_bytes
+from ray_dcp.view.drawing import AMBER, GREY, RED, Picture
 from ray_dcp.view.run_listing import (
     FOREIGN,
     ListedCheckpoint,
@@ -42,7 +46,15 @@ from ray_dcp.view.run_listing import (
     readable_entries,
     step_of,
 )
-from ray_dcp.view.wording import few, nearest, size_text
+from ray_dcp.view.wording import (
+    age_text,
+    count_text,
+    few,
+    nearest,
+    number_text,
+    seconds_text,
+    size_text,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -430,8 +442,6 @@ class RunView:
         return found.step
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures import picture_steps
-
         return picture_steps(self).html
 
     def __repr__(self) -> str:
@@ -880,3 +890,164 @@ def _kind(key: str, step: StepView) -> Kind:
     is_current = manifest is not None and owned.attempt == manifest.attempt
     is_small = owned.kind in ("record", "metadata")
     return "records" if is_small or (is_current and owned.kind != "data") else "left"
+
+
+MOST_DETAILED = 50
+"""Maximum number of steps whose details are read by default, which is fast."""
+
+
+MOST_STEPS, MOST_METRICS = 100, 6
+
+
+_STEP_BAR = 120
+"""Width of the longest bar in a table of steps, in pixels."""
+
+
+_STATES = {
+    "committed": "#4fa866", "stock": "#4c8fd6", "safetensors": "#4c8fd6", "damaged": RED,
+    "aborted": "#a9795a", "in flight": AMBER, "unreadable": RED, "deleted": GREY,
+}  # fmt: skip
+
+
+_CELL = "padding:2px 10px 2px 0;white-space:nowrap;background:none;border:none"
+
+
+LEFT = ("name", "step", "state", "mark", "layout", "tags", "note")
+"""Left-aligned columns of a table of steps."""
+
+
+def step_cells(
+    run: RunView, steps: Sequence[StepView], *, details: bool, now_s: float
+) -> list[dict[str, str]]:
+    """Returns the cells of each step in a table, as text by column; "" if unknown.
+
+    Args:
+        run: Run of the steps.
+        steps: Steps to show.
+        details: Include new bytes, layout, stall and time to the commit, which takes two small
+            reads per step.
+        now_s: Current time, for ages.
+    """
+    metrics = metric_names(run)
+    marks: dict[str, list[str]] = {}
+    for key in ("latest", "best"):
+        with suppress(CheckpointError):
+            marks.setdefault(run.step(key).name, []).append(key)
+    return [
+        {
+            "name": step.name,
+            "step": "" if step.step is None else str(step.step),
+            "state": step.state,
+            "mark": " ".join(marks.get(step.name, ())),
+            "age": "" if step.created_s is None else age_text(now_s - step.created_s),
+            **{n: number_text(step.metrics[n]) if n in step.metrics else "" for n in metrics},
+            "size": size_text(step.num_bytes),
+            "ranks": "" if step.num_ranks is None else str(step.num_ranks),
+            **(_detail_cells(step) if details else {}),
+            "tags": " ".join(step.tags),
+            "note": step.note,
+        }
+        for step in steps
+    ]
+
+
+def _detail_cells(step: StepView) -> dict[str, str]:
+    new = step.new_bytes if step.is_readable else None
+    return {
+        "new": "" if new is None else size_text(new),
+        "reused": size_text(reused) if (reused := sum(step.reused_bytes.values())) else "",
+        "layout": (step.layout if step.is_readable else None) or "",
+        "stall": "" if step.stall_s is None else seconds_text(step.stall_s),
+        "durable": "" if step.durable_s is None else seconds_text(step.durable_s),
+    }
+
+
+def metric_names(run: RunView) -> list[str]:
+    """Returns the metrics that get a column: all but one that repeats the number of the step."""
+    told = [(name, value, step.step) for step in run for name, value in step.metrics.items()]
+    other = {name for name, value, step in told if name != "step" or value != step}
+    names = dict.fromkeys(name for name, _, _ in told)
+    return [name for name in names if name in other][:MOST_METRICS]
+
+
+def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
+    """Returns the steps of a run as a table with bars for their sizes; of several runs, one each.
+
+    Deleted steps are only counted. Of more than 100 other steps of a run, the newest are shown.
+
+    Args:
+        run: Result of `ray_dcp.open`.
+        details: Include new bytes, layout, stall and time to the commit, which takes two small
+            reads per step. By default, only for up to 50 steps on a local disk.
+
+    Examples:
+        >>> import ray_dcp, torch
+        >>> for step in (1, 2):
+        ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"memory://doc-pic/step-{step}")
+        >>> picture_steps(ray_dcp.open("memory://doc-pic")).html.count("<tr>")
+        3
+    """
+    if details is None:
+        is_near = "://" not in run.url or run.url.startswith("memory://")
+        details = is_near and len(run.present) <= MOST_DETAILED
+    tables = []
+    for part in run.runs:
+        if part is not run:
+            tables.append(draw.heading(folder_of(part, run), run_text(part)))
+        tables += _steps_table(part, details=details)
+    return draw.pictured(draw.heading(run.url, run_text(run)), *tables)
+
+
+def folder_of(part: RunView, run: RunView) -> str:
+    """Returns the folder of one of `run.runs`, relative to the run; `.` for the run itself."""
+    return part.url[len(run.url.rstrip("/")) + 1 :] or "."
+
+
+def _steps_table(run: RunView, *, details: bool) -> list[str]:
+    """Returns the newest steps of a single run as a table; the number of others before it."""
+    steps = run.present[-MOST_STEPS:]
+    rows = step_cells(run, steps, details=details, now_s=time.time())
+    if not rows:
+        return []
+    columns = [name for name in rows[0] if name != "name" and any(row[name] for row in rows)]
+    top = max(step.num_bytes for step in steps) or 1
+    lines = [_row("th", columns, {name: name for name in columns})]
+    for step, row in zip(steps, rows, strict=True):
+        cells = {name: draw.safe(draw.clip(told, 400)) for name, told in row.items()}
+        label = draw.safe(draw.clip(row["step"] or step.name, 260))
+        cells["step"] = f"<b title='{draw.safe(step.name)}'>{label}</b>"
+        cells["mark"] = cells["mark"].replace("best", f"<span style='color:{AMBER}'>★</span>")
+        dot = f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>"
+        cells["state"] = f"{dot}{step.state}"
+        new = step.new_bytes if details and step.is_readable else None
+        cells["size"] = f"{_size_bar(step.num_bytes, new, top)} {cells['size']}"
+        lines.append(_row("td", columns, cells))
+    hidden = len(run.present) - len(rows)
+    told = draw.aside(f"… and {hidden} earlier steps" if hidden else "")
+    table = f"<table style='border-collapse:collapse;font-size:13px'>{''.join(lines)}</table>"
+    return [told, table]
+
+
+def run_text(run: RunView) -> str:
+    """Returns the number of checkpoints of a run, and of those that were deleted, as text."""
+    num_gone = len(run) - len(run.present)
+    told = count_text(len(run.present), "checkpoint")
+    return f"{told}, {num_gone} deleted" if num_gone else told
+
+
+def _row(cell: str, columns: Sequence[str], told: Mapping[str, str]) -> str:
+    sides = {name: "left" if name in LEFT else "right" for name in columns}
+    cells = (f"<{cell} style='{_CELL};text-align:{sides[n]}'>{told[n]}</{cell}>" for n in columns)
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _size_bar(num_bytes: int, new_bytes: int | None, top: int) -> str:
+    """Returns a bar whose new bytes have full colour; the step before has the other bytes, too."""
+    width = round(_STEP_BAR * num_bytes / top)
+    new = width if new_bytes is None else min(round(_STEP_BAR * new_bytes / top), width)
+    colour = f"display:inline-block;height:10px;background:{draw.rank_colour(0)}"
+    return (
+        f"<span style='display:inline-block;width:{_STEP_BAR}px;text-align:left'>"
+        f"<span style='{colour};width:{new}px'></span>"
+        f"<span style='{colour};opacity:.35;width:{width - new}px'></span></span>"
+    )

@@ -25,6 +25,7 @@ from ray_dcp.io.reader import read_chunks, read_item
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
+from ray_dcp.view.resharding import shard_layout, stored_boxes
 
 _SLAB_BYTES = 32 << 20
 """Length of the parts in which whole tensors are read, in bytes."""
@@ -177,9 +178,8 @@ class TensorHandle:
         return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.dtype!r})"
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.resharding import shard_layout, stored_boxes
-
-        return shard_layout(stored_boxes(self._table, self._tensor), self.name, self._info).html
+        boxes = stored_boxes(self._table, self._tensor)
+        return shard_layout(boxes, self.name, self.dtype, self._info.num_bytes).html
 
     def __getitem__(self, index: Any) -> Any:
         """Returns the selected part: a numpy array, or a torch tensor if numpy lacks the dtype.

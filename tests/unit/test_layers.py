@@ -196,11 +196,11 @@ def imported_module(found: Import) -> str | None:
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
-    """An import inside a function counts as well: it only hides who needs whom."""
+    """Imports inside functions and for types count as well: they only hide who needs whom."""
     needs: dict[str, set[str]] = {name: set() for name in modules()}
     for found in imports():
         target = imported_module(found)
-        if target not in (None, found.importer) and not found.for_types:
+        if target not in (None, found.importer):
             needs[found.importer].add(target)
     while in_no_circle := needs.keys() - set().union(*needs.values()) | {
         name for name, others in needs.items() if not others

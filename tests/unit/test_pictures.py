@@ -14,9 +14,9 @@ import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
+from ray_dcp.view.charts import Leaf
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.pictures import (
-    Leaf,
     Picture,
     line_chart,
     picture_diff,

@@ -274,7 +274,7 @@ def test_a_checkpoint_with_holes_says_what_a_load_would_miss(tmp_path: Path):
     size = table.size.copy()
     size[table.tensor == table.names.index("w"), 0] = 999
     holes = replace(view, checkpoint=replace(view.checkpoint, chunks=replace(table, size=size)))
-    assert preview_reshard(holes, 2).uncovered == ("w",)
+    assert preview_reshard(holes.storage, holes.checkpoint.table, 2).uncovered == ("w",)
 
 
 @pytest.mark.parametrize(
