@@ -403,7 +403,7 @@ class _Named:
         for index, own in enumerate(groups):
             for p in own:
                 shapes = tuple(item.shape for _, item in wanted[id(p)])
-                if any(len(one) == p.dim() and not _follows(one, p.shape) for one in shapes):
+                if any(len(one) == p.dim() and tuple(one) != tuple(p.shape) for one in shapes):
                     odd.setdefault((index, tuple(p.shape), shapes), []).append(p)
         ids |= {id(some[0]) for some in odd.values()}
         for own in groups:
@@ -443,7 +443,7 @@ class _Named:
         if _is_like(like, item):
             return _of_dtype(like, item.dtype)
         if parameter is not None and _must_fit(like, parameter, item):
-            return like.to(item.dtype)
+            return _of_dtype(like, item.dtype)
         if parameter is not None and tuple(parameter.shape) == item.shape and _has_bytes(parameter):
             made = torch.empty_like(parameter, dtype=item.dtype, requires_grad=False)
             shard_like(made, parameter)
@@ -848,7 +848,7 @@ def _is_like(tensor: Any, item: StoredValue) -> bool:
 
 
 def _must_fit(tensor: Any, parameter: Any, item: StoredValue) -> bool:
-    """Returns whether state that has the shape of its parameter is stored in one that can't be its.
+    """Returns whether state with the lengths of its parameter is stored with another of them.
 
     The load then reports the shapes, or fills the part that `LoadOptions.resize` allows.
     """
@@ -857,7 +857,10 @@ def _must_fit(tensor: Any, parameter: Any, item: StoredValue) -> bool:
         and _has_bytes(tensor)
         and tensor.dim() == len(item.shape) == parameter.dim()
         and _follows(tensor.shape, parameter.shape)
-        and not _follows(item.shape, parameter.shape)
+        and any(
+            own == full != stored
+            for own, full, stored in zip(tensor.shape, parameter.shape, item.shape, strict=True)
+        )
     )
 
 

@@ -181,6 +181,48 @@ def test_state_of_parameters_that_the_checkpoint_does_not_know_stays_unless_stri
     assert torch.equal(state["o"].state[last]["exp_avg"], before)
 
 
+class Norms(torch.optim.SGD):
+    """Keeps the norm of each gradient: state of one dimension that grows."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                norms = self.state[p].get("norms", torch.zeros(0))
+                self.state[p]["norms"] = torch.cat([norms, torch.ones(1)])
+
+
+def test_state_that_grows_by_steps_and_not_with_its_parameter_is_loaded(tmp_path: Path):
+    def made(steps: int) -> State:
+        layer = nn.Linear(2, 4)
+        optimizer = Norms(layer.parameters(), lr=0.1)
+        for _ in range(steps):
+            for p in layer.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return {"m": layer, "o": optimizer}
+
+    save(made(3), tmp_path)
+    other = made(1)
+    load(other, tmp_path)
+    assert {len(held["norms"]) for held in other["o"].state.values()} == {3}
+
+
+def test_state_of_a_parameter_that_had_a_single_row_is_resized(tmp_path: Path):
+    def made(rows: int) -> State:
+        words = nn.Embedding(rows, 4)
+        words.weight.grad = torch.ones_like(words.weight)
+        state = {"m": words, "o": torch.optim.Adam(words.parameters())}
+        state["o"].step()
+        return state
+
+    save(made(1), tmp_path)
+    other = made(5)
+    load(other, tmp_path, resize={"*weight*": 0})
+    assert {len(v) for held in other["o"].state.values() for v in held.values() if v.dim()} == {5}
+    other["o"].step()
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
