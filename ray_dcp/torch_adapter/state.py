@@ -201,7 +201,12 @@ def _check_memory(
     prefixes: Sequence[str],
 ) -> None:
     """Raises if torch's `Module.load_state_dict` would skip tensors, as it does on `meta`."""
-    without = [f"{key}.{name}" for name, tensor in tensors.items() if tensor.is_meta]
+    own = {prefix for prefix, each in module.named_modules() if _loads_its_own_way(each)}
+    without = [
+        f"{key}.{name}"
+        for name, tensor in tensors.items()
+        if tensor.is_meta and not any(not prefix or name.startswith(f"{prefix}.") for prefix in own)
+    ]
     skipped = [
         name for name in without if name in stored.names and (not prefixes or below(name, prefixes))
     ]
@@ -213,6 +218,12 @@ def _check_memory(
             f"what that holds then to module.load_state_dict(..., assign=True)",
             key=skipped[0],
         )
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    """Returns whether a class or a hook may give the tensors of a module memory in a load."""
+    is_torchs = gives_torchs(module, nn.Module, "_load_from_state_dict")
+    return not is_torchs or bool(module._load_state_dict_pre_hooks)
 
 
 def must_be_taken(

@@ -219,6 +219,23 @@ def test_a_module_without_memory_is_refused_and_nothing_is_called_loaded(tmp_pat
     assert load({**other, "model": other["model"].to_empty(device="cpu")}, tmp_path).loaded
 
 
+@pytest.mark.parametrize("how", ["hook", "class"])
+def test_a_module_that_takes_memory_in_its_own_load_is_loaded(how: str, tmp_path: Path):
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+            self.to_empty(device="cpu")
+            super()._load_from_state_dict(state_dict, prefix, *more)
+
+    state = {"model": nn.Sequential(nn.Linear(2, 2))}
+    save(state, tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential((Own if how == "class" else nn.Linear)(2, 2))
+    if how == "hook":
+        model.register_load_state_dict_pre_hook(lambda own, *_: own.to_empty(device="cpu"))
+    load({"model": model}, tmp_path)
+    assert torch.equal(model[0].weight, state["model"][0].weight)
+
+
 def test_what_a_module_rounds_is_reported_where_the_saved_dtype_is_to_be_kept(tmp_path: Path):
     save({"model": nn.Linear(2, 2)}, tmp_path)
     report = load({"model": nn.Linear(2, 2).bfloat16()}, tmp_path, dtype="keep")
