@@ -177,7 +177,10 @@ def export(
     choice["key_map"] = names
     with reporting(progress, "exporting", plan.target) as meter, still_there(view):
         # Why: the conversions open the place again, where another checkpoint may be by now.
-        check_stands(place, view.checkpoint.record)
+        if not isinstance(source, CheckpointView):
+            check_stands(place, view.checkpoint.record)
+        elif (reason := what_became_of(view.storage, view.checkpoint)) is not None:
+            raise reason
         if format == "torch":
             dcp_to_torch_save(place, path, **choice, progress=meter)
         elif format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
