@@ -57,6 +57,7 @@ from ray_dcp.torch_adapter.tensors import (
     loses_nothing,
     lost_memory,
     no_target_reason,
+    parts_with_memory,
 )
 
 
@@ -574,6 +575,14 @@ def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
     return flat
 
 
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns a key that is equal for targets of the same memory; empty if they have none."""
+    parts = geometry(tensor)
+    # Why: all empty tensors have one address.
+    owners = [p.untyped_storage()._cdata for p in parts_with_memory(tensor) if not p.numel()]
+    return (*tensor.shape, *parts, *owners) if parts else ()
+
+
 def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]]:
     """Leaves out targets that the checkpoint lacks, but whose memory other targets fill.
 
@@ -589,21 +598,16 @@ def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]
     rows = [
         row
         for row, (name, value) in enumerate(zip(flat.names, flat.values, strict=True))
-        # Why not empty ones: they have one address, whatever they are.
-        if name not in index and isinstance(value, torch.Tensor) and value.numel()
+        if name not in index and isinstance(value, torch.Tensor)
     ]
     if not rows:
         return flat, []
     filled = {
-        (*value.shape, *geometry(value))
+        place
         for name, value in zip(flat.names, flat.values, strict=True)
-        if name in index and isinstance(value, torch.Tensor)
+        if name in index and isinstance(value, torch.Tensor) and (place := _place(value))
     }
-    tied = {
-        row
-        for row in rows
-        if (place := geometry(flat.values[row])) and (*flat.values[row].shape, *place) in filled
-    }
+    tied = {row for row in rows if _place(flat.values[row]) in filled}
     kept = [row for row in range(len(flat.names)) if row not in tied]
     return flat.only(kept), [flat.names[row] for row in sorted(tied)]
 

@@ -56,6 +56,8 @@ def test_tied_weights_come_back_from_the_one_name_that_the_hub_has_for_them(tmp_
     save_file({"empty": torch.zeros(0)}, tmp_path / "model.safetensors")
     with pytest.raises(errors.MissingKeyError, match="another"):
         load({"empty": torch.zeros(0), "another": torch.zeros(0)}, tmp_path)
+    empty = torch.zeros(0)
+    assert load({"empty": empty, "another": empty.detach()}, tmp_path).missing == ()
 
 
 def cut(*shape: int) -> DTensor:
