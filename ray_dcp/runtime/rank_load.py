@@ -433,24 +433,23 @@ class RankLoad:
                         take(data)
             return sum(int(table.item_bytes[chunk]) for chunk, _ in items)
 
-        items_bytes, refusal = 0, None
+        if shared is not None:
+            # Why first: other ranks wait for what this one reads for them.
+            self._read(shared.start, end_s)
         try:
-            # Why first: an object that is refused or damaged is found before a target changes.
-            items_bytes += take_items(work.objects)
-        except CheckpointError as error:
-            if shared is None:
-                raise
-            refusal = error
+            # Why before tensors: an object that is refused or damaged is found while no target
+            # has changed.
+            items_bytes = take_items(work.objects)
+        except CheckpointError:
+            if shared is not None:
+                self._read(partial(shared.finish, failed=True), end_s)
+            raise
 
         def chunks() -> ReadStats:
             if shared is None:
                 return read_prepared(storage, prepared, work.sink, options=options)
             failed = True
             try:
-                shared.start()
-                if refusal is not None:
-                    # Why only now: other ranks wait for what this one reads for them.
-                    raise refusal
                 stats = read_prepared(shared, prepared, work.sink, options=options)
                 failed = False
             finally:
