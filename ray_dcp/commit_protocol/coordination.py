@@ -7,7 +7,7 @@ have not begun yet.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from ray_dcp.commit_protocol.error_aggregation import (
 )
 from ray_dcp.commit_protocol.liveness import (
     LONG_WAIT_S,
+    SESSIONS,
     Heartbeat,
     HeartbeatAck,
     Liveness,
@@ -133,9 +134,9 @@ class Coordination:
         self._long_waits: dict[tuple[str, int], list[str]] = {}
         self._active: dict[OpKey, Machine] = {}
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
-        self._forgotten: defaultdict[str, Forgotten] = defaultdict(Forgotten)
-        self._lost: defaultdict[str, dict[int, ParticipantError]] = defaultdict(dict)
-        self._late: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
+        self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
+        self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
         # Events of operations that no rank has joined here yet; they apply when one does.
         self._gone: OrderedDict[OpKey, dict[int, CheckpointError]] = OrderedDict()
         self._cancelled: OrderedDict[OpKey, str] = OrderedDict()
@@ -159,7 +160,7 @@ class Coordination:
                 `Refused(error)`, and no other call of the same rank. A `CommitUnknownError` answers
                 a receipt of an attempt that this coordinator does not know.
         """
-        lost = self._lost[request.key.session]
+        lost = self._lost.get(request.key.session, {})
         if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
             call = call_of(request) if isinstance(request, Opening) else None
             self._liveness.requested(request.key, request.rank, silence_s, call)
@@ -232,7 +233,9 @@ class Coordination:
             ack: The answer without operations, which identifies the coordinator.
         """
         queued = tuple(
-            machine.key.seq for machine in self._staged_saves(beat.session) if machine.is_queued
+            machine.key.seq
+            for machine in self._staged_saves(beat.session)
+            if machine.is_queued and any(doing.covers(machine.key) for doing in beat.doings)
         )
         failed = {
             key: outcome for key in beat.awaits if isinstance(outcome := self.outcome(key), Refused)
@@ -241,7 +244,7 @@ class Coordination:
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Registers a rank, which lives, and its place for messages, as `"pid 12 on node-3"`."""
-        self._lost[session].pop(rank, None)
+        self._lost.get(session, {}).pop(rank, None)
         self._liveness.place(session, rank, place)
 
     def check_silence(self) -> Commands:
@@ -332,7 +335,8 @@ class Coordination:
             )
             for rank in ranks
         }
-        self._lost[session].update(errors)
+        self._lost.setdefault(session, {}).update(errors)
+        trim(self._lost, SESSIONS)
         commands: Commands = ()
         for key, machine in list(self._active.items()):
             if key.session == session:
@@ -424,7 +428,8 @@ class Coordination:
         if machine is not None:
             if not machine.failed_without(request):
                 return None
-            late = self._late[key.session]
+            late = self._late.setdefault(key.session, {})
+            trim(self._late, SESSIONS)
             if machine.is_same_call(request) and late.get(rank) != key.seq - 1:
                 late[rank] = key.seq
                 return None
@@ -468,7 +473,8 @@ class Coordination:
         return key in self._finished or self._has_forgotten(key)
 
     def _has_forgotten(self, key: OpKey) -> bool:
-        return key in self._forgotten[key.session]
+        forgotten = self._forgotten.get(key.session)
+        return forgotten is not None and key in forgotten
 
     def _refuse_restarted(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation in which a rank took part with an earlier coordinator."""
@@ -483,7 +489,8 @@ class Coordination:
             self._liveness.ended(machine.key)
             while len(self._finished) > MEMORY:
                 key, _ = self._finished.popitem(last=False)
-                self._forgotten[key.session].add(key)
+                self._forgotten.setdefault(key.session, Forgotten()).add(key)
+                trim(self._forgotten, SESSIONS)
         if isinstance(machine, SaveMachine) and machine.is_staged:
             commands += self._admit_next(machine.key.session)
         return commands

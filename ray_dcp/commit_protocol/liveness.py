@@ -11,7 +11,7 @@ consequences. This module is pure; the clock is an argument.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -148,6 +148,9 @@ class AwakeClock:
         return self._awake_s + min(self._clock() - self._ticked_s, self._most_s)
 
 
+SESSIONS = 1024
+"""Most sessions whose ranks are remembered."""
+
 ENDED = 256
 """Most operations whose end times are remembered."""
 
@@ -188,10 +191,7 @@ class Liveness:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_s = clock()
-        # A coordinator has one session; one of `connect` has another for each restart of its job.
-        self._sessions: defaultdict[str, defaultdict[int, _Known]] = defaultdict(
-            lambda: defaultdict(_Known)
-        )
+        self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
         self._ended: OrderedDict[OpKey, float] = OrderedDict()
 
     # Messages
@@ -208,7 +208,7 @@ class Liveness:
                 heartbeats until this operation has ended for it; None if it does not.
             call: The call, if the request begins an operation.
         """
-        known = self._sessions[key.session][rank]
+        known = self._of(key.session, rank)
         known.heard_s = self._clock()
         if timeout_s is not None:
             known.timeout_s = timeout_s
@@ -218,7 +218,7 @@ class Liveness:
 
     def heartbeat(self, beat: Heartbeat) -> None:
         """Records a heartbeat: its rank is present for the operations in it, and no others."""
-        known = self._sessions[beat.session][beat.rank]
+        known = self._of(beat.session, beat.rank)
         known.heard_s = now_s = self._clock()
         known.timeout_s = beat.timeout_s
         known.doings = beat.doings
@@ -228,28 +228,28 @@ class Liveness:
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Registers the place of a rank, for example `"pid 12 on node-3"`."""
-        self._sessions[session][rank].place = place
+        self._of(session, rank).place = place
 
     def ended(self, key: OpKey) -> None:
         """Records that an operation has ended."""
         self._ended[key] = self._clock()
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
-        for known in self._sessions[key.session].values():
+        for known in self._sessions.get(key.session, {}).values():
             known.promised.pop(key, None)
 
     # Conclusions
 
     def silent(self, key: OpKey) -> dict[int, DeadlineError]:
         """Returns the ranks that are no longer present for an operation, each with its error."""
-        ranks, now_s = self._sessions[key.session], self._clock()
+        ranks, now_s = self._sessions.get(key.session, {}), self._clock()
         late = [rank for rank, at_s in self.due_s(key).items() if at_s <= now_s]
         return {rank: self._absent(key, rank, ranks[rank]) for rank in late}
 
     def due_s(self, key: OpKey) -> dict[int, float]:
         """Returns the clock time until which each participating rank counts as present."""
         found = {}
-        for rank, known in self._sessions[key.session].items():
+        for rank, known in self._sessions.get(key.session, {}).items():
             present_s = known.promised.get(key)
             if present_s is None and any(doing.covers(key) for doing in known.doings):
                 present_s = known.heard_s
@@ -264,7 +264,7 @@ class Liveness:
             key: The operation in which it is missing.
             rank: The rank.
         """
-        known = self._sessions[key.session].get(rank, _Known())
+        known = self._sessions.get(key.session, {}).get(rank, _Known())
         who = f"rank {rank} ({known.place})" if known.place else f"rank {rank}"
         now_s = self._clock()
         if known.heard_s is None:
@@ -277,6 +277,16 @@ class Liveness:
         if known.last is None or known.last[0] == key or doing is not None:
             return f"{who} was last heard {_age(silent_s)}"
         return f"{who} never called: {self._last_call(known.last)}"
+
+    def _of(self, session: str, rank: int) -> _Known:
+        ranks = self._sessions.setdefault(session, {})
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+        known = ranks.get(rank)
+        if known is None:  # why not setdefault: it would create an object for every message
+            known = ranks[rank] = _Known()
+        return known
 
     def _absent(self, key: OpKey, rank: int, known: _Known) -> DeadlineError:
         silent_s = self._clock() - (known.heard_s or 0.0)
