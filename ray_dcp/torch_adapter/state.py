@@ -185,7 +185,7 @@ def stateful_to_load_targets(
             if isinstance(part, _Model):
                 tensors = _tensors(targets.values[key])
                 targets.dtypes[key] = {name: tensor.dtype for name, tensor in tensors.items()}
-                _check_memory(key, value, tensors, stored, prefixes)
+                part.check_memory(key, tensors, stored, prefixes)
     return targets
 
 
@@ -193,37 +193,23 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _check_memory(
-    key: str,
-    module: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    stored: Stored,
-    prefixes: Sequence[str],
-) -> None:
-    """Raises if torch's `Module.load_state_dict` would skip tensors, as it does on `meta`."""
-    own = {prefix for prefix, each in module.named_modules() if _loads_its_own_way(each)}
-    without = [
-        f"{key}.{name}"
-        for name, tensor in tensors.items()
-        if tensor.is_meta and not any(not prefix or name.startswith(f"{prefix}.") for prefix in own)
-    ]
-    skipped = [
-        name for name in without if name in stored.names and (not prefixes or below(name, prefixes))
-    ]
-    if skipped and gives_torchs(module, nn.Module, "load_state_dict"):
-        raise UnsupportedValueError(
-            f"{len(skipped)} tensor(s) of the module {key!r} are on the meta device and have no "
-            f"memory to load into: {listed([*map(repr, skipped)])}. Give them some first, as by "
-            f"module.to_empty(device='cpu'); or load {{{key!r}: module.state_dict()}}, and pass "
-            f"what that holds then to module.load_state_dict(..., assign=True)",
-            key=skipped[0],
-        )
+def _may_give_memory(module: nn.Module) -> bool:
+    """Returns whether a class or a hook, not one of torch, may give tensors memory in a load."""
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return not gives_torchs(module, nn.Module, "_load_from_state_dict") or any(
+        not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks
+    )
 
 
-def _loads_its_own_way(module: nn.Module) -> bool:
-    """Returns whether a class or a hook may give the tensors of a module memory in a load."""
-    is_torchs = gives_torchs(module, nn.Module, "_load_from_state_dict")
-    return not is_torchs or bool(module._load_state_dict_pre_hooks)
+def _on_meta(key: str, names: Sequence[str]) -> UnsupportedValueError:
+    """Returns the error of tensors of a module that a load leaves on the meta device."""
+    return UnsupportedValueError(
+        f"{len(names)} tensor(s) of the module {key!r} are on the meta device and have no "
+        f"memory to load into: {listed([repr(f'{key}.{name}') for name in names])}. Give them some "
+        f"first, as by module.to_empty(device='cpu'); or load {{{key!r}: module.state_dict()}}, "
+        f"and pass what that holds then to module.load_state_dict(..., assign=True)",
+        key=f"{key}.{names[0]}",
+    )
 
 
 def must_be_taken(
@@ -285,6 +271,28 @@ class _Model:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._has_own_names = False
+        self._key, self._without_memory = "", list[str]()
+
+    def check_memory(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        stored: Stored,
+        prefixes: Sequence[str],
+    ) -> None:
+        """Raises if torch's `Module.load_state_dict` would skip tensors, as it does on `meta`."""
+        skipped = [
+            name
+            for name, tensor in tensors.items()
+            if tensor.is_meta and (full := f"{key}.{name}") in stored.names
+            if not prefixes or below(full, prefixes)
+        ]
+        if not skipped or not gives_torchs(self._module, nn.Module, "load_state_dict"):
+            return
+        own = {prefix for prefix, each in self._module.named_modules() if _may_give_memory(each)}
+        if refused := [name for name in skipped if "" not in own and not below(name, own)]:
+            raise _on_meta(key, refused)
+        self._key, self._without_memory = key, skipped
 
     def state_dict(self) -> dict[str, Any]:
         # Why: torch's helper omits tensors that are on no device, so they would be lost.
@@ -302,6 +310,9 @@ class _Model:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._has_own_names:
             self._module.load_state_dict(state_dict)
+            held = self._module.state_dict() if self._without_memory else {}
+            if still := [name for name in self._without_memory if held[name].is_meta]:
+                raise _on_meta(self._key, still)
         else:
             # Why a copy: torch's helper changes its argument.
             _stock.set_model_state_dict(self._module, dict(state_dict))

@@ -234,6 +234,12 @@ def test_a_module_that_takes_memory_in_its_own_load_is_loaded(how: str, tmp_path
         model.register_load_state_dict_pre_hook(lambda own, *_: own.to_empty(device="cpu"))
     load({"model": model}, tmp_path)
     assert torch.equal(model[0].weight, state["model"][0].weight)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    model.register_load_state_dict_pre_hook(lambda *_: None)
+    refused = pytest.raises(UnsupportedValueError, match=r"'model\.0\.weight', 'model\.0\.bias'")
+    with pytest.warns(UserWarning, match="no-op"), refused:
+        load({"model": model}, tmp_path)
 
 
 def test_what_a_module_rounds_is_reported_where_the_saved_dtype_is_to_be_kept(tmp_path: Path):
