@@ -165,7 +165,7 @@ def export(
         >>> torch.load(f"{root}/w.pt")["w"].dtype
         torch.bfloat16
     """
-    from ray_dcp.conversion import check_stands, dcp_to_safetensors, dcp_to_torch_save
+    from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
 
     view = source if isinstance(source, CheckpointView) else read_view(source)
     plan = plan_export(
@@ -177,9 +177,7 @@ def export(
     choice["key_map"] = names
     with reporting(progress, "exporting", plan.target) as meter, still_there(view):
         # Why: the conversions open the place again, where another checkpoint may be by now.
-        if not isinstance(source, CheckpointView):
-            check_stands(place, view.checkpoint.record)
-        elif (reason := what_became_of(view.storage, view.checkpoint)) is not None:
+        if (reason := what_became_of(view.storage, view.checkpoint)) is not None:
             raise reason
         if format == "torch":
             dcp_to_torch_save(place, path, **choice, progress=meter)
