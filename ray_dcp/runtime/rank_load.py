@@ -52,7 +52,6 @@ from ray_dcp.errors import (
 from ray_dcp.io.checkpoint import Checkpoint, checkpoint_from
 from ray_dcp.io.reader import (
     Prepared,
-    ReadStats,
     naming_tensor,
     prepare_reads,
     read_items,
@@ -433,30 +432,22 @@ class RankLoad:
                         take(data)
             return sum(int(table.item_bytes[chunk]) for chunk, _ in items)
 
-        if shared is not None:
-            # Why first: other ranks wait for what this one reads for them.
-            self._read(shared.start, end_s)
+        source, failed = storage if shared is None else shared, True
         try:
+            if shared is not None:
+                # Why first: other ranks wait for what this one reads for them.
+                self._read(shared.start, end_s)
             # Why before tensors: an object that is refused or damaged is found while no target
             # has changed.
             items_bytes = take_items(work.objects)
-        except CheckpointError:
+            fill = partial(read_prepared, source, prepared, work.sink, options=options)
+            stats = self._read(fill, end_s)
+            failed = False
+        finally:
             if shared is not None:
-                self._read(partial(shared.finish, failed=True), end_s)
-            raise
-
-        def chunks() -> ReadStats:
-            if shared is None:
-                return read_prepared(storage, prepared, work.sink, options=options)
-            failed = True
-            try:
-                stats = read_prepared(shared, prepared, work.sink, options=options)
-                failed = False
-            finally:
-                shared.finish(failed=failed)
-            return replace(stats, bytes_read=shared.bytes_from_storage)
-
-        stats = self._read(chunks, end_s)
+                self._read(partial(shared.finish, failed=failed), end_s)
+        if shared is not None:
+            stats = replace(stats, bytes_read=shared.bytes_from_storage)
         opaque = [(chunk, partial(work.place_item, chunk)) for chunk in stats.opaque]
         opaque_bytes = take_items(opaque)
         items_bytes += take_items(work.whole_items)
