@@ -544,8 +544,9 @@ class SaveMachine(Operation):
             self._barrier.note(rank, written.error)
             return (*self._acknowledge(written), *self._check_barrier())
         for receipt in written.files:
-            self._left[rank].discard(receipt.file)
-            self._receipts.append(receipt)
+            if receipt.file in self._left[rank]:
+                self._left[rank].discard(receipt.file)
+                self._receipts.append(receipt)
         return (*self._acknowledge(written), *self._check_done(rank))
 
     def _take_staged(self, staged: SaveStaged) -> Commands:

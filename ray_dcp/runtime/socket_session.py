@@ -63,6 +63,9 @@ drops it before. While bytes are under way only `heartbeat_timeout_s` bounds the
 `TCP_USER_TIMEOUT`: it would also close the connection to a process that is merely stopped, and has
 much to read (measured)."""
 
+_METHODS = frozenset(["call", "beat", "cancel", "leave", "info"])
+"""Methods of the coordinator that ranks may call."""
+
 _NONCE_BYTES = 32
 _READ_BYTES = 1 << 20
 
@@ -237,6 +240,8 @@ class _ServingLoop(CoordinatorLoop):
     async def _answer(self, channel: Channel, number: int, data: bytes) -> None:
         try:
             method, arguments = pickle.loads(data)
+            if method not in _METHODS:
+                raise InternalError(f"Expected a method of a coordinator, found {method!r}")
             channel.send(number, (True, await getattr(self, method)(*arguments)))
         except CheckpointError as error:
             channel.send(number, (False, error))

@@ -170,6 +170,13 @@ def test_a_file_that_is_reported_twice_counts_once(play):
     assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
 
 
+def test_a_file_that_its_rank_does_not_write_counts_for_nobody(play):
+    play.to_staged()
+    assert play.written(0, 2) == Ack()
+    play.write_all()
+    assert [receipt.file for receipt in commit(play).receipts] == [0, 1, 2, 3]
+
+
 def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
     with pytest.raises(CommitUnknownError, match="restarted"):
         play.written(0, 0)
