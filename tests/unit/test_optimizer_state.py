@@ -208,16 +208,19 @@ def test_state_that_grows_by_steps_and_not_with_its_parameter_is_loaded(tmp_path
     assert {len(held["norms"]) for held in other["o"].state.values()} == {3}
 
 
-def test_state_of_a_parameter_that_had_a_single_row_is_resized(tmp_path: Path):
-    def made(rows: int) -> State:
-        words = nn.Embedding(rows, 4)
-        words.weight.grad = torch.ones_like(words.weight)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_parameters_that_had_a_single_row_is_resized(steps: int, tmp_path: Path):
+    def made(rows: int, steps: int) -> State:
+        words = nn.ModuleList([nn.Embedding(rows, 4), nn.Embedding(rows, 4)])
         state = {"m": words, "o": torch.optim.Adam(words.parameters())}
-        state["o"].step()
+        for parameter in words.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(steps):
+            state["o"].step()
         return state
 
-    save(made(1), tmp_path)
-    other = made(5)
+    save(made(1, 1), tmp_path)
+    other = made(5, steps)
     load(other, tmp_path, resize={"*weight*": 0})
     assert {len(v) for held in other["o"].state.values() for v in held.values() if v.dim()} == {5}
     other["o"].step()
