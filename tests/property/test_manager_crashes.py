@@ -1,16 +1,41 @@
-"""A manager that keeps one step, interrupted at every call, and beside others: none is lost."""
+"""A manager that keeps one step, interrupted at every call, and beside others: none is lost.
+
+Beside others: its writers crash, freeze and are succeeded, while people tag, remove and read, one
+storage call at a time, in the order of a seed, as in `tests.support.turns`. A model notes what
+every actor was told, and looks at each record in the moment in which it is created: a deletion has
+to be right then.
+
+In some rounds small files are damaged: a read gives another byte, or half of the file, once; or
+what lies there is damaged for good, where nothing that was promised is lost by it.
+"""
 
 from __future__ import annotations
 
+import random
+import re
+import tempfile
+import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
+from click import ClickException
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.manager.catalogue import FOLDER, look
+import ray_dcp
+from ray_dcp.cli.main import main as command_line
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.errors import CheckpointError
+from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
+from ray_dcp.io.records import read_slots
+from ray_dcp.manager import BestN, LatestN
+from ray_dcp.manager.catalogue import FOLDER, Root, look
+from ray_dcp.manager.leases import ReaderLease, this_process
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.store.local import LocalStorage
 from tests.crash.crashes import check_crashes
 from tests.crash.interruptions import interrupted_system
@@ -22,6 +47,7 @@ from tests.crash.invariants import (
     standing_state,
 )
 from tests.crash.registry import NEW, NEXT, OLD, Operation
+from tests.support.arrays import state_of as whole_state_of
 from tests.support.manager_places import (
     folders_of,
     in_this_thread,
@@ -31,8 +57,399 @@ from tests.support.manager_places import (
     writer_of,
 )
 from tests.support.manager_places import settings as manager_settings
-from tests.support.manager_play import play
 from tests.support.storages import CrashError, Fault, Script
+from tests.support.turns import SteppedStorage, World
+from tests.support.world import loads_whole, save
+
+NUM_STEPS = 8
+STATES = [
+    {name: whole_state_of(step)[name] for name in ("a", "rep.scalar", "step")}
+    for step in range(NUM_STEPS)
+]
+METHODS = ("read", "read_into", "write", "open_writer", "list", "unpublished", "delete")
+_here = threading.local()
+
+
+SMALL = re.compile(r"(step-info|manifest|writer|catalogue).*\.json|\d+\..*")
+"""Names of records, infos, leases and the catalogue."""
+
+
+def spoiled(data: bytes, order: random.Random) -> bytes:
+    """Returns bytes with a flipped bit, or the first of them."""
+    at = order.randrange(max(1, len(data)))
+    if not data or order.random() < 0.5:
+        return data[:at]
+    return data[:at] + bytes([data[at] ^ 1 << order.randrange(8)]) + data[at + 1 :]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def open_quickly(target: Target) -> LocalStorage:
+    return LocalStorage(target.url, durable=False)
+
+
+@contextmanager
+def in_one_step():
+    """Lets the actor of this thread call storages without waiting for its turn."""
+    before = getattr(_here, "inside", False)
+    _here.inside = True
+    try:
+        yield
+    finally:
+        _here.inside = before
+
+
+@dataclass
+class Model:
+    """What must be, by what every actor was told."""
+
+    root: Path
+    max_to_keep: int
+    order: random.Random
+    losses: dict[int, float] = field(default_factory=dict)
+    """Metric of each step, by which the best one stays."""
+    flips: float = 0.0
+    """Chance that a read of a small file gives something else."""
+    newest_lease: int = 0
+    """Number of the newest writer lease of which its holder was told."""
+    pinned: set[int] = field(default_factory=set)
+    """Steps of which somebody was told that they have a tag."""
+    read: Counter[int] = field(default_factory=Counter)
+    """Steps that somebody has a lease on."""
+    saved: set[int] = field(default_factory=set)
+    """Steps of which somebody was told that they are committed, and nobody deleted them since."""
+    forced: Counter[int] = field(default_factory=Counter)
+    """How often a step was deleted whatever tags it had."""
+    removing: Counter[int] = field(default_factory=Counter)
+    """Steps that somebody was asked to remove; also those whose remover crashed."""
+    wrong: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def stands(self, name: str) -> str | None:
+        """Returns the attempt that stands in a step folder, at one moment."""
+        with in_one_step():
+            decides = read_slots(LocalStorage(self.root / name), tolerant=True).decides
+        if decides is None or not isinstance(decides.record, Manifest):
+            return None
+        return decides.record.attempt
+
+    def took_lease(self, writer: Writer) -> None:
+        """Notes that a writer was told that he has the lease."""
+        self.newest_lease = max(self.newest_lease, writer._lease._number)
+
+    def standing(self) -> list[int]:
+        names = (path.name for path in self.root.glob("step-*"))
+        return sorted(int(name[5:]) for name in names if self.stands(name) is not None)
+
+    def deleted(self, step: int, before: str, actor) -> None:
+        """Judges a deletion in the moment in which it is committed."""
+        self.saved.discard(step)
+        asked = actor.asked.get(step)
+        self.seen["deleted, " + ("asked" if asked else "by retention")] += 1
+        told = f"{actor.name} deletes step {step} ({before}), "
+        if actor.writer is not None and actor.writer._lease._number < self.newest_lease:
+            self.wrong.append(told + "after another process took the lease")
+        if asked == "force":
+            self.forced[step] += 1
+            self.pinned.discard(step)
+            return
+        if self.read[step] and asked is None:
+            self.wrong.append(told + "which somebody reads")
+        if step in self.pinned:
+            self.wrong.append(told + "which has a tag")
+        if asked is None:
+            # Those that are just being removed may count: that is a matter of who came first.
+            newer = {one for one in self.standing() if one > step}
+            newer |= {one for one, number in self.removing.items() if number and one > step}
+            if len(newer) < self.max_to_keep:
+                self.wrong.append(told + f"though only {sorted(newer)} are newer")
+            others = {*self.standing(), *(one for one, number in self.removing.items() if number)}
+            if step == min({*others, step}, key=self.losses.__getitem__):
+                self.wrong.append(told + f"the best of {sorted(others)}")
+
+    def read_of(self, path: Path, data: bytes) -> bytes:
+        """Returns what a read gives: now and then not what is there."""
+        if not data or SMALL.fullmatch(path.name) is None or self.order.random() >= self.flips:
+            return data
+        self.seen["flipped"] += 1
+        return spoiled(data, self.order)
+
+    def damage(self) -> None:
+        """Damages a small file for good."""
+        names = ("step-*/step-info-*", ".manager/*.json", ".manager/reading/*")
+        found = sorted(path for name in names for path in self.root.glob(name))
+        if found:
+            path = self.order.choice(found)
+            path.write_bytes(spoiled(path.read_bytes(), self.order))
+            self.seen[f"damaged {path.name[:4]}"] += 1
+
+
+class Unstepped:
+    """The real methods of a storage; tells the model of records that come and go."""
+
+    def __init__(self, storage, real, model, actor):
+        self._storage, self._real, self._model, self._actor = storage, real, model, actor
+        self.url, self.traits = storage.url, storage.traits
+
+    def __getattr__(self, name):
+        def call(*args, **given):
+            with in_one_step(), self._judged(name, args):
+                found = self._real[name](self._storage, *args, **given)
+            return self._model.read_of(Path(self.url, args[0]), found) if name == "read" else found
+
+        return call
+
+    @contextmanager
+    def _judged(self, name, args):
+        keys = list(args[0]) if name == "delete" else [args[0]] if name == "write" else []
+        paths = [(Path(self.url) / key).relative_to(self._model.root) for key in keys
+                 if slot_of(Path(key).name) is not None]  # fmt: skip
+        folders = {path.parts[0] for path in paths if len(path.parts) == 2}
+        before = {folder: self._model.stands(folder) for folder in folders}
+        yield
+        for folder, attempt in before.items():
+            if attempt is None or self._model.stands(folder) == attempt:
+                continue
+            if name == "delete":
+                self._model.wrong.append(f"{self._actor.name} deletes the record of {folder}")
+            elif isinstance(decode_record(bytes(args[1])), DeleteRecord):
+                self._model.deleted(int(folder[5:]), attempt, self._actor)
+
+
+@contextmanager
+def stepped(model: Model):
+    """Lets actors take turns at every call of a local storage, whoever makes it."""
+    real = {name: getattr(LocalStorage, name) for name in METHODS}
+
+    def patched(name):
+        def call(self, *args, **given):
+            actor = getattr(_here, "actor", None)
+            if actor is None or getattr(_here, "inside", False):
+                return real[name](self, *args, **given)
+            unstepped = Unstepped(self, real, model, actor)
+            return getattr(SteppedStorage(unstepped, actor), name)(*args, **given)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, in_this_thread():
+        for name in METHODS:
+            patch.setattr(LocalStorage, name, patched(name))
+        yield
+
+
+class Round:
+    """One round: its actors, and what they do.
+
+    Args:
+        root: Where; empty.
+        seed: Of all that is chosen.
+    """
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.order = random.Random(seed)
+        losses = self.order.sample(range(NUM_STEPS + 8), NUM_STEPS + 8)
+        if self.order.random() < 0.6:
+            losses.sort()  # so that the first one is to stay
+        self.model = Model(
+            root,
+            self.order.choice([1, 1, 2, 3]),
+            self.order,
+            dict(enumerate(map(float, losses))),
+            self.order.choice([0.0, 0.03, 0.2]),
+        )
+        self.world = World(root, self.order)
+        self.root = Root(Target(str(root)), open_quickly)
+
+    def play(self) -> Model:
+        """Plays it to the end; returns the model, which says what was wrong."""
+        with stepped(self.model):
+            self._play()
+        self._look_at_the_end()
+        return self.model
+
+    def _play(self) -> None:
+        world, order = self.world, self.order
+        last = order.randint(3, 7)
+        self._begin("writer-1", lambda actor: self.write(actor, 1, last))
+        visitors = order.randint(0, 4)
+        successor = order.random() < 0.7
+        begun = 0
+
+        def look() -> None:
+            nonlocal begun, successor
+            if not self.model.saved:
+                return
+            if self.model.flips and order.random() < 0.01:
+                self.model.damage()
+            if begun < visitors and order.random() < 0.01:
+                begun += 1
+                visit = order.choice([self._tag, self._tag, self._rm, self._read])
+                self._begin(f"visitor-{begun}", visit)
+            if successor and order.random() < 0.005:
+                successor = False
+                first = order.randint(1, 4)
+                self._begin("writer-2", lambda actor: self.write(actor, first, first + 2))
+
+        world.run(
+            crashes=order.choice([0.0, 0.0, 0.001, 0.004]),
+            lull=order.choice([0.0, 0.002, 0.01]),
+            look=look,
+        )
+
+    def _begin(self, name, program):
+        def run(actor):
+            _here.actor = actor
+            actor.asked, actor.writer = {}, None
+            try:
+                return program(actor)
+            except CheckpointError as error:
+                self.model.seen[f"{name[:6]}: {type(error).__name__}"] += 1
+                return None
+
+        return self.world.begin(name, run)
+
+    # What actors do
+
+    def write(self, actor, first: int, last: int) -> None:
+        """Saves steps, and does now and then what else a writer does."""
+        order = self.order
+        actor.writer = writer = self._writer(actor)
+        if first > 1 and order.random() < 0.5:
+            self._asked(actor, range(first, NUM_STEPS), lambda: writer.rewind(first - 1))
+            self.model.took_lease(writer)
+        for step in range(first, last + 1):
+            if order.random() < 0.3:  # it died before it could write the catalogue, and came again
+                actor.writer = writer = self._writer(actor)
+            if order.random() < 0.15 and self.model.saved:
+                writer.damaged.add(max(self.model.saved))  # one read of it had failed
+                self.model.seen["damaged"] += 1
+            self._save(actor, writer, step, replace=False)
+            if order.random() < 0.25:
+                again = order.choice(sorted(self.model.saved) or [step])
+                self._save(actor, writer, again, replace=True)
+            if order.random() < 0.1:
+                self._asked(actor, [step], lambda step=step, by=writer: by.delete(step))
+        writer.close()
+
+    def _writer(self, actor) -> Writer:
+        return Writer(
+            self.root,
+            manager_settings(
+                retention=LatestN(self.model.max_to_keep) | BestN(1, "loss"), order="any"
+            ),
+            holder=replace(this_process(), nonce=actor.name),
+        )
+
+    def _save(self, actor, writer, step: int, *, replace: bool) -> None:
+        tags = ["kept"] if self.order.random() < 0.15 else []
+        metrics = {"loss": self.model.losses[step]}
+        place = writer.begin(step, replace=replace, tags=tags, metrics=metrics)
+        self.model.took_lease(writer)
+        if self.order.random() < 0.12:
+            writer.finish(place, False)  # as when its bytes could not be captured
+            writer.remover.drain()
+            self.model.seen["failed"] += 1
+            return
+        url = str(self.model.root / place.name)
+        try:
+            save(STATES[step], 1, url, session=f"{actor.name}-{step}", opener=open_quickly)
+        except CheckpointError:
+            writer.finish(place, False)
+            raise
+        self.model.seen["saved"] += 1
+        if self.model.stands(place.name) is not None:  # else it was deleted right after its commit
+            self.model.saved.add(step)
+            self.model.pinned.update([step] if tags else [])
+        writer.finish(place, True)
+        writer.remover.drain()
+
+    def _asked(self, actor, steps, work, how: str = "force") -> None:
+        """Has steps removed: until that is done, and after a crash, they may be there or not."""
+        for step in steps:
+            actor.asked[step] = how
+            self.model.removing[step] += 1
+            if how == "force":
+                self.model.pinned.discard(step)
+                self.model.saved.discard(step)
+        with suppress(CheckpointError):
+            work()
+        for step in steps:
+            actor.asked.pop(step)
+            self.model.removing[step] -= 1
+
+    def _some_step(self) -> int:
+        return self.order.choice(self.model.standing() or [1])
+
+    def _tag(self, actor) -> None:
+        step = self._some_step()
+        forced = self.model.forced[step]
+        ray_dcp.open(self.root.url).tag(step, "best")
+        self.model.seen["tagged"] += 1
+        if self.model.stands(name_of(step)) is not None:
+            self.model.pinned.add(step)
+        elif not self.model.removing[step] and self.model.forced[step] == forced:
+            self.model.wrong.append(f"{actor.name} gave step {step} a tag, and it is not there")
+
+    def _rm(self, actor) -> None:
+        step = self._some_step()
+
+        def remove() -> None:
+            # Careful: no runner of click's. It takes stdout away from all threads.
+            arguments = ["rm", f"{self.root.url}@{step}", "--yes", "--quiet"]
+            with suppress(SystemExit, ClickException):
+                command_line(arguments, standalone_mode=False)
+            self.model.seen["removed"] += 1
+
+        self._asked(actor, [step], remove, "unless it has a tag")
+
+    def _read(self, actor) -> None:
+        step = self._some_step()
+        holder = replace(this_process(), nonce=actor.name)
+        lease = ReaderLease(self.root, step, lease_s=30.0, holder=holder)
+        try:
+            lease.__enter__()
+        except CheckpointError as error:
+            working = [one for one in self.world.actors if not one.over and one is not actor]
+            if self.model.stands(name_of(step)) is not None and not working:
+                self.model.wrong.append(f"nobody deletes step {step}, but it is hidden: {error}")
+            return
+        if self.model.stands(name_of(step)) is not None:
+            self.model.read[step] += 1
+            self.model.seen["read"] += 1
+            for _ in range(self.order.randint(1, 60)):
+                self.root.storage.list("nothing/")
+            self.model.read[step] -= 1
+        lease.__exit__(None, None, None)
+
+    def _look_at_the_end(self) -> None:
+        """What was told as committed, and what has a tag, stands and loads whole."""
+        for step in sorted(self.model.saved | self.model.pinned):
+            if self.model.removing[step]:
+                continue
+            if self.model.stands(name_of(step)) is None:
+                self.model.wrong.append(f"step {step} is gone, and nothing deleted it")
+        for step in self.model.standing():
+            try:
+                found = loads_whole(str(self.model.root / name_of(step)), STATES, world_size=1)
+            except CheckpointError as error:
+                self.model.wrong.append(f"step {step} does not load: {error}")
+                continue
+            if found != step:
+                self.model.wrong.append(f"step {step} holds the state of {found}")
+        for actor in self.world.actors:
+            if actor.error is not None:
+                raise actor.error
+
+
+def play(seed: int) -> Model:
+    """Plays the round of a seed."""
+    # Why there: a disk makes every call durable, and that is not what is tried here.
+    quick = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=quick) as folder:
+        return Round(Path(folder) / "run", seed).play()
+
 
 # --- Crashes --------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from ray_dcp.manager.leases import LeaseHolder, ReaderLease
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import absolute_target
 from tests.support import checkpoints
-from tests.unit.test_cli_group import printed
+from tests.unit.test_cli_output import printed
 
 
 def invoke(*arguments: object, **more: object) -> Result:

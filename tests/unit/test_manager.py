@@ -1,33 +1,44 @@
-"""`CheckpointManager` in one process: saves, retention, restores, and what it refuses."""
+"""`CheckpointManager` in one process: saves, retention, restores, exports, what it refuses."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict_saver as stock
+from obstore.store import MemoryStore
+from safetensors.torch import load_file
 
 import ray_dcp
-from ray_dcp import errors
+from ray_dcp import errors, events
 from ray_dcp.asynchronous import run_async_save
 from ray_dcp.manager import (
     AtSteps,
     BestN,
     CheckpointManager,
+    EveryMinutes,
     EverySteps,
     Item,
     KeepEverySteps,
     LatestN,
     OnPreemption,
+    StepExport,
     collective_actions,
+    step_export,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.store.local import LocalStorage, LocalWriter
+from ray_dcp.store.location import Location
+from ray_dcp.store.storage import os_failure
 from tests.support.checkpoints import data_file, flip
 
 STATE_BYTES = 4000
@@ -516,3 +527,217 @@ def test_values_that_a_failed_step_overwrote_are_not_left_as_they_were(manage):
         manager.restore("auto", target, options=partial)
     assert told.value.step == 10
     assert "30" in str(told.value.__notes__)
+
+
+# --- exports of steps -----------------------------------------------------------------------------
+
+
+def exported_state(step: int) -> dict[str, Any]:
+    return {
+        "model.a": torch.full((40, 3), step + 0.1), "model.n": torch.arange(5) + step,
+        "optimizer.a": torch.ones(4), "step": step,
+    }  # fmt: skip
+
+
+def exporting(path: Path, **given: Any) -> CheckpointManager:
+    return CheckpointManager(path / "run", chkpt_on_preemption=False, **given)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.fixture
+def heard():
+    found: list[events.Event] = []
+    unsubscribe = events.subscribe(
+        lambda event: found.append(event) if event.name.startswith("export.") else None
+    )
+    yield found
+    unsubscribe()
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Exports do not wait for all that runs beside this test."""
+    monkeypatch.setattr(step_export, "_NICE", 0)
+
+
+def test_a_chosen_step_is_exported_with_the_options_of_export_while_retention_goes_on(
+    tmp_path, heard, at_once
+):
+    # An earlier export of the step is replaced.
+    (tmp_path / "hf" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "hf" / "step-00000002" / "old.safetensors").touch()
+    items = {"model": Item(), "data": Item()}
+    how: dict[str, Any] = {"include": ["model.*"], "dtype": "bf16", "strip_prefix": "model."}
+    chosen = StepExport(path=tmp_path / "hf", policy=AtSteps(2), item="model", **how)
+    with exporting(tmp_path, items=items, retention=LatestN(1), export=chosen) as manager:
+        for step in range(1, 4):
+            manager.save_async(step, {"model": exported_state(step), "data": {"at": step}})
+    # The reader lease of the export is gone, and so is what retention lets go.
+    with exporting(tmp_path, read_only=True) as manager:
+        assert manager.all_steps() == [3]
+    (made,) = (tmp_path / "hf").iterdir()
+    assert made.name == "step-00000002"
+    assert not (made / "old.safetensors").exists()
+    found = load_file(made / "model-00001-of-00001.safetensors")
+    assert found["a"].equal(torch.full((40, 3), 2.1).bfloat16())
+    assert found.keys() == {"a", "n"}
+    assert [(event.name, Path(event.checkpoint_id).parent.name) for event in heard] == [
+        ("export.exported", "step-00000002")
+    ]
+
+
+def test_a_run_that_goes_on_exports_what_the_end_of_the_last_one_prevented(tmp_path, at_once):
+    def export(**given: Any) -> StepExport:
+        return StepExport(path=tmp_path / "hf", policy=EverySteps(2), format="safetensors", **given)
+
+    with exporting(tmp_path) as manager:
+        for step in (2, 4):
+            manager.save(step, exported_state(step))
+    # As an export leaves it whose process was killed.
+    (tmp_path / "hf" / ".ray-dcp-export" / "half").mkdir(parents=True)
+    with exporting(tmp_path, export=export(include=["model.*"])) as manager:
+        manager.save(5, exported_state(5))
+    assert [p.name for p in (tmp_path / "hf").iterdir()] == ["step-00000004.safetensors"]
+    file = tmp_path / "hf" / "step-00000004.safetensors"
+    made = file.stat()
+    with exporting(tmp_path, export=export(), order="any") as manager:
+        manager.save(5, exported_state(5))
+    assert file.stat() == made
+    assert load_file(file).keys() == {"model.a", "model.n"}
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("exec sleep 600", "did not end within 3 s"),
+        ("echo out of memory >&2; exit 1", "out of memory"),
+        ('echo "$2" >&2; exit 1', "os.nice(10)"),
+        ("exit 1", "ended with status 1"),
+        (None, "FileNotFoundError"),
+    ],
+)
+def test_a_failed_export_leaves_the_run_alone_and_is_reported(
+    tmp_path, heard, caplog, monkeypatch, program, told
+):
+    python = tmp_path / "python"
+    if program is not None:
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    # The timeout is that of the save too, which needs some time.
+    item = Item(save_options=SaveOptions(write_timeout_s=3.0))
+    chosen = StepExport(path=tmp_path, policy=EverySteps(1))
+    with exporting(tmp_path, item=item, export=chosen) as manager:
+        assert manager.save(1, exported_state(1))
+    assert [event.name for event in heard] == ["export.failed"]
+    assert told in heard[0].error
+    assert heard[0].checkpoint_id == str(tmp_path / "run" / "step-00000001")
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert heard[0].error in record.getMessage()
+    with exporting(tmp_path) as manager:  # No reader lease is left.
+        manager.delete(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"path": "s3://bucket/hf"}, "path must be a folder of this machine"),
+        ({"path": 7}, "path must be a folder"), ({"policy": 100}, "policy"),
+        ({"policy": EveryMinutes(3)}, "must decide by the step alone"),
+        ({"format": "onnx"}, "format must be one of safetensors, hf"),
+        ({"include": "model.*"}, "must be a list"), ({"include": 7}, "must be a list"),
+        ({"strip_prefix": None}, "must be a text"), ({"item": 1}, "must be a text"),
+        ({"dtype": "int7"}, "must be one of"), ({"dtype": ["bf16"]}, "must be one of"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_refused_when_it_is_made(given, told):
+    with pytest.raises(ray_dcp.errors.InvalidRequestError, match=told):
+        StepExport(**{"path": "hf", "policy": EverySteps(1), **given})
+
+
+def test_a_manager_refuses_what_it_cannot_export(tmp_path):
+    chosen = StepExport(path="x", policy=EverySteps(1))
+    for given, told in (
+        ({"export": "hf"}, "export must be a StepExport"),
+        ({"export": chosen, "read_only": True}, "read_only managers save nothing"),
+        ({"export": chosen, "items": {"ema": Item()}}, "'ema', but is ''"),
+    ):
+        with pytest.raises(ray_dcp.errors.InvalidRequestError, match=told):
+            exporting(tmp_path, **given)
+
+
+# --- a full disk, and an altered listing ---------------------------------------------------------
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """Fails the first write into a folder for space, and whatever is to be deleted there then."""
+    append, delete, is_full = LocalWriter._append, LocalStorage.delete, [1]
+
+    def full(self: LocalWriter, data: Any) -> None:
+        if is_full and f"/{folder}/__" in self._path:
+            append(self, data)
+            raise os_failure(OSError(errno.ENOSPC, ""), "write", self._key, self._path)
+        append(self, data)
+
+    def refused(self: LocalStorage, keys: Any) -> None:
+        if is_full and self.url.endswith(folder):
+            raise errors.StorageError("the network is gone")
+        delete(self, keys)
+
+    monkeypatch.setattr(LocalWriter, "_append", full)
+    monkeypatch.setattr(LocalStorage, "delete", refused)
+    monkeypatch.setattr(LocalWriter, "abort", lambda self: None, raising=False)
+
+
+def test_what_a_save_without_space_could_not_remove_goes_before_the_next(manage, monkeypatch):
+    """It lies above the newest step, where a deletion does not look for what crashes left."""
+    manager = manage(1)
+    manager.save(1, state(1))
+    with monkeypatch.context() as patch:
+        fill_disk(patch, "step-00000002")
+        manager.save_async(2, state(2))
+        with pytest.raises(errors.StorageError):
+            manager.join()
+    left = Path(manager.path, "step-00000002")
+    (left / "__0_0.0123456789abcdef.distcp").write_bytes(b"of the save that failed")
+    manager.save(3, state(3))
+    assert not list(left.glob("*.distcp"))
+    assert manager.all_steps() == [1, 3]
+
+
+def test_room_is_not_made_at_the_price_of_the_newest_step_where_an_older_was_saved_last(
+    manage, monkeypatch
+):
+    manager = manage(1, 1, order="any")
+    for step in (5, 3):
+        manager.save(step, state(step))
+        manager.join()
+    assert manager.all_steps() == [3, 5]
+    fill_disk(monkeypatch, "step-00000006")
+    with pytest.raises(errors.StorageError, match="ENOSPC"):
+        manager.save(6, state(6))
+    assert manager.all_steps() == [3, 5]
+
+
+def test_a_name_that_was_altered_in_a_listing_hides_no_step(monkeypatch):
+    place = Location("run", filesystem=MemoryStore())
+    with CheckpointManager(place, 1, chkpt_on_preemption=False) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    real, altered = obstore.list, []
+
+    def listed(*arguments: Any, **how: Any) -> Any:
+        for chunk in real(*arguments, **how):
+            for item in chunk:
+                if "step-00000002/manifest-" in item["path"] and not altered:
+                    altered.append(item["path"])
+                    item = {**item, "path": item["path"].replace("run/", "rum/", 1)}
+                yield [item]
+
+    monkeypatch.setattr(obstore, "list", listed)
+    reader = CheckpointManager(place, read_only=True)
+    assert reader.all_steps() == [1, 2]
+    assert altered

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import random
 import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import obstore
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
-from obstore.store import MemoryStore
 
 import ray_dcp
 from ray_dcp import errors
@@ -36,19 +29,14 @@ from ray_dcp.manager import (
     BestN,
     CheckpointManager,
     Item,
-    KeepEveryHours,
-    KeepEverySteps,
     LatestN,
-    StepFacts,
     leases,
 )
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
 from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, _started, this_process
-from ray_dcp.manager.policies import superfluous
 from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.store.local import LocalStorage, LocalWriter
-from ray_dcp.store.location import Location
-from ray_dcp.store.storage import MemoryStorage, os_failure
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.storage import MemoryStorage
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.support.manager_places import (
     HERE,
@@ -713,45 +701,7 @@ def test_an_info_that_was_listed_and_is_gone_makes_no_step_go(tmp_path, monkeypa
         assert 1 in manager.all_steps()
 
 
-POLICIES = st.recursive(
-    st.one_of(
-        st.builds(LatestN, st.integers(1, 4)),
-        st.builds(BestN, st.integers(1, 3), st.just("loss"), st.sampled_from(["min", "max"])),
-        st.builds(KeepEverySteps, st.integers(1, 4)),
-        st.builds(KeepEveryHours, st.floats(0.2, 3.0)),
-    ),
-    lambda some: st.one_of(
-        st.builds(lambda a, b: a | b, some, some),
-        st.builds(lambda a, b: a & b, some, some),
-        st.builds(lambda a: ~a, some),
-    ),
-    max_leaves=4,
-)
-
-
 # Where the best goes, what is not known may be the best, or the worst.
-@example(policy=~BestN(1, "loss", "max"), losses=[2, 5, 1], at=1, seed=0)
-@example(policy=~BestN(1, "loss", "min"), losses=[2, 0, 3], at=1, seed=0)
-@given(
-    policy=POLICIES,
-    losses=st.lists(st.integers(0, 5), min_size=2, max_size=8),
-    at=st.integers(0, 7),
-    seed=st.integers(0, 99),
-)
-def test_what_is_not_known_of_a_step_only_makes_more_stay(policy, losses, at, seed):
-    order = random.Random(seed)
-    steps = [
-        StepFacts(step=step, created_s=3600.0 * step * order.uniform(0.8, 1.2),
-                  metrics={"loss": float(loss)})
-        for step, loss in enumerate(losses)
-    ]  # fmt: skip
-    one = steps[at % len(steps)]
-    others = [facts for facts in steps if facts is not one]
-    unsure = superfluous(others, policy, unknown=[replace(one, metrics={})])
-    assert set(unsure) <= set(superfluous(steps, policy))
-    assert one.step not in unsure
-
-
 # --- leases -------------------------------------------------------------------------------------
 
 
@@ -898,79 +848,3 @@ def test_an_item_with_a_record_that_cannot_be_read_goes_with_its_step(tmp_path):
         assert manager.all_steps() == [2]
         assert not list(tmp_path.glob("step-00000001/*/*.distcp"))
         assert manager.restore("latest", {"ema": state()}).step == 2
-
-
-# --- a full disk, an altered listing, and a save beside a look ------------------------------------
-
-
-def fill_disk(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    """Fails the first write into a folder for space, and whatever is to be deleted there then."""
-    append, delete, is_full = LocalWriter._append, LocalStorage.delete, [1]
-
-    def full(self: LocalWriter, data: Any) -> None:
-        if is_full and f"/{folder}/__" in self._path:
-            append(self, data)
-            raise os_failure(OSError(errno.ENOSPC, ""), "write", self._key, self._path)
-        append(self, data)
-
-    def refused(self: LocalStorage, keys: Any) -> None:
-        if is_full and self.url.endswith(folder):
-            raise errors.StorageError("the network is gone")
-        delete(self, keys)
-
-    monkeypatch.setattr(LocalWriter, "_append", full)
-    monkeypatch.setattr(LocalStorage, "delete", refused)
-    monkeypatch.setattr(LocalWriter, "abort", lambda self: None, raising=False)
-
-
-def test_what_a_save_without_space_could_not_remove_goes_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """It lies above the newest step, where a deletion does not look for what crashes left."""
-    with manager_of(tmp_path) as manager:
-        manager.save(1, state(1))
-        with monkeypatch.context() as patch:
-            fill_disk(patch, "step-00000002")
-            manager.save_async(2, state(2))
-            with pytest.raises(errors.StorageError):
-                manager.join()
-        left = tmp_path / "step-00000002"
-        (left / "__0_0.0123456789abcdef.distcp").write_bytes(b"of the save that failed")
-        manager.save(3, state(3))
-        assert not list(left.glob("*.distcp"))
-        assert manager.all_steps() == [1, 3]
-
-
-def test_room_is_not_made_at_the_price_of_the_newest_step_where_an_older_was_saved_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with manager_of(tmp_path, max_to_keep=1, order="any") as manager:
-        for step in (5, 3):
-            manager.save(step, state(step))
-            manager.join()
-        assert manager.all_steps() == [3, 5]
-        fill_disk(monkeypatch, "step-00000006")
-        with pytest.raises(errors.StorageError, match="ENOSPC"):
-            manager.save(6, state(6))
-        assert manager.all_steps() == [3, 5]
-
-
-def test_a_name_that_was_altered_in_a_listing_hides_no_step(monkeypatch: pytest.MonkeyPatch):
-    place = Location("run", filesystem=MemoryStore())
-    with manager_of(place) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step))
-    real, altered = obstore.list, []
-
-    def listed(*arguments: Any, **how: Any) -> Any:
-        for chunk in real(*arguments, **how):
-            for item in chunk:
-                if "step-00000002/manifest-" in item["path"] and not altered:
-                    altered.append(item["path"])
-                    item = {**item, "path": item["path"].replace("run/", "rum/", 1)}
-                yield [item]
-
-    monkeypatch.setattr(obstore, "list", listed)
-    reader = CheckpointManager(place, read_only=True)
-    assert reader.all_steps() == [1, 2]
-    assert altered

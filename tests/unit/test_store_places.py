@@ -1,31 +1,51 @@
-"""What names a place, which storage serves it, and what each storage that ships promises."""
+"""Places and their storages: URLs, conformance, object stores without a server, fault scripts."""
 
 from __future__ import annotations
 
+import ast
+import itertools
+import logging
 import pickle
+import socket
+import threading
 import uuid
 from pathlib import Path
 
 import fsspec
+import obstore
 import obstore.store
 import pytest
 import torch
 from fsspec.implementations.dirfs import DirFileSystem
+from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InternalError,
+    InvalidRequestError,
+    StorageError,
+    StorageRefusedError,
+)
+from ray_dcp.store import storage as store_module
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
-from ray_dcp.store.object_storage import ObjectStorage
+from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions, make_store
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.remote import Retrying, creates_if_absent_in
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, MemoryStorage, PublishedFile
 from ray_dcp.testing import StorageConformance
-from tests.support.storages import FaultyStorage, race_often
+from tests.crash.crashes import check_crashes
+from tests.crash.interruptions import CALLS
+from tests.crash.invariants import INVARIANTS, nothing_is_left
+from tests.crash.registry import NEW, Place
+from tests.support.storages import CrashError, Fault, FaultyStorage, Script, race_often
+from tests.support.world import load_state
 
 SECRET = "hush-hush-secret"
 S3 = {"access_key_id": "k", "secret_access_key": SECRET, "endpoint": "http://127.0.0.1:9"}
@@ -243,3 +263,256 @@ def test_16_committers_race_20_times_and_one_wins_each_time(kind, tmp_path):
     places = {"local": str(tmp_path), "memory": f"memory://races-{id(store)}"}
     place = Location(places[kind]) if kind in places else Location("races", filesystem=store)
     race_often(place.__truediv__, 16, 20)
+
+
+# --- `ObjectStorage` without a server -----------------------------------------------------------
+
+
+PUT = "Error performing PUT http://s/b/k?X-Amz-Signature=sig in 1ms"
+
+
+# budget
+
+
+def test_an_upload_is_never_begun_again_with_what_is_left(monkeypatch):
+    store = obstore.store.S3Store("b", access_key_id="k", secret_access_key="s")
+    storage = ObjectStorage(store, options=ObjectOptions(request_bytes=5 << 20))
+    calls = []
+
+    def put(store, path, pieces, **_):
+        calls.append(len(next(pieces)))
+        raise GenericError("HTTP error: error sending request")
+
+    monkeypatch.setattr(obstore, "put", put)
+    monkeypatch.setattr(obstore, "head", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    writer = storage.open_writer("part")
+    with pytest.raises(StorageError, match="could not publish s3://b/part"):  # noqa: PT012
+        writer.write(bytes(9 << 20))
+        writer.commit()
+    assert len(calls) == 1
+
+
+def test_an_object_that_is_replaced_while_it_is_copied_is_not_reused(monkeypatch):
+    store, copy = obstore.store.MemoryStore(), obstore.copy
+    old, new = ObjectStorage(store, "old"), ObjectStorage(store, "new")
+    old.write("a", b"data and end")
+    source = PublishedFile(old.url, "a", 12, "")
+    assert new.reuse("copied", source, b"end", sync=True) == "copied"
+
+    def copied_and_replaced(*how):
+        copy(*how)
+        old.write("a", b"DATA and end")
+
+    monkeypatch.setattr(obstore, "copy", copied_and_replaced)
+    assert new.reuse("other", source, b"end", sync=True) is None
+    assert [entry.key for entry in new.list()] == ["copied"]
+
+
+# probe
+
+
+class Server(MemoryStorage):
+    """A storage with the ways in which a server may fail its conditions."""
+
+    def __init__(self, *, ignores=False, lies=False, loses=0, races=0) -> None:
+        super().__init__(f"probe-{id(self)}")
+        self.ignores, self.lies, self.loses, self.races = ignores, lies, loses, races
+        self.lock = threading.Lock()
+
+    def create(self, key: str, data: bytes) -> None:
+        with self.lock:
+            is_taken = any(entry.key == key for entry in self.list())
+            if not is_taken or self.ignores or self.lies:
+                self._put(key, data, False)
+            if not is_taken and self.loses:
+                self.loses -= 1
+                raise KeyExistsError("asked again, and met itself")
+            if is_taken and self.races and key.endswith("race"):
+                self.races -= 1
+            elif is_taken and not self.ignores:
+                raise KeyExistsError("taken")
+
+    def probe(self, name: str) -> bool:
+        return creates_if_absent_in(name, self.create, self._value, self.delete)
+
+
+@pytest.fixture
+def hidden_keys(monkeypatch):
+    monkeypatch.setattr(store_module, "check_key", lambda key, **_: key)
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        (Server(), True),
+        (Server(loses=1), True),
+        (Server(loses=2), True),
+        (Server(ignores=True), False),
+        (Server(lies=True), False),
+        (Server(races=1), False),
+        (Server(races=3), False),
+    ],
+    ids=["conditional", "lost once", "lost twice", "ignores", "lies", "two win", "all win"],
+)
+def test_a_server_is_tried_and_not_believed(hidden_keys, server, expected):
+    name = f"probe-{id(server)}"
+    assert server.probe(name) is expected
+    assert server.list() == []
+    server.create = None  # known from now on
+    assert server.probe(name) is expected
+
+
+# retries
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_an_endpoint_where_nobody_is_fails_within_seconds_and_says_so_before(caplog, host):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    store = obstore.store.S3Store(
+        "b", endpoint=f"http://{host}:{port}", access_key_id="k", secret_access_key="s",
+        client_options={"allow_http": True},
+    )  # fmt: skip
+    retrying = Retrying(180.0, clock=lambda: now[0], sleep=sleep, random_share=lambda: 0.5)
+    storage = ObjectStorage(store, "run", retrying=retrying)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(StorageError, match=r"retried \d times.*check the endpoint"),
+    ):
+        storage.list()
+    assert 5.0 < now[0] <= 10.0
+    (warning,) = caplog.records
+    assert "could not list s3://b/run: " in warning.getMessage()
+    slept.clear()
+    with pytest.raises(StorageError, match="not retried"):
+        storage.list("a/")
+    assert slept == []
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (FileNotFoundError("Object at location k not found: status code: 404 Not Found: "
+                           "<Error><Code>NoSuchKey</Code>"), KeyMissingError, "no such key"),
+        (FileNotFoundError("status code: 404 Not Found: <Error><Code>NoSuchBucket</Code>"
+                           "<Message>none</Message>"), StorageRefusedError, "create the bucket"),
+        (AlreadyExistsError("x"), KeyExistsError, "exists already"),
+        (GenericError(f"{PUT}, after 3 retries - status code: 503: <Code>SlowDown</Code>"),
+         StorageError, "503 SlowDown .*retried 3 times.*throttles"),
+        (GenericError(f"{PUT} - status code: 400: <Code>ExpiredToken</Code>"), StorageRefusedError,
+         "not retried.*credential_provider"),
+        (GenericError(f"{PUT} - status code: 403: <Code>RequestTimeTooSkewed</Code>"),
+         StorageRefusedError, "set this machine's clock"),
+        (GenericError(f"{PUT} - status code: 507: full"), StorageRefusedError, "free space"),
+        (GenericError(f"{PUT}, after 2 retries - HTTP error: error sending request"), StorageError,
+         "retried 2 times.*check the endpoint and the network"),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_failed_whether_it_was_retried_and_the_way_out(error, kind, message):
+    failure = object_failure(error, "write", "k", "s3://b/k")
+    assert type(failure) is kind
+    assert failure.key == "k"
+    assert "could not write s3://b/k" in failure.message
+    with pytest.raises(kind, match=message):
+        raise failure
+    assert "X-Amz-Signature" not in failure.message
+
+
+# crashes
+
+
+def test_an_interrupted_save_on_objects_leaves_the_previous_or_the_new_checkpoint():
+    make = lambda: ObjectStorage(obstore.store.MemoryStore(), "run")  # noqa: E731
+    reached = check_crashes("save.overwrite", storage=make, variants=["before", "lost"], every=5)
+    assert {"new", "previous"} <= set(reached.stood)
+
+
+def test_an_interrupted_save_through_fsspec_leaves_the_previous_or_the_new(tmp_path):
+    numbers = itertools.count()
+    # Where nothing creates if absent, what a crash leaves is not told from what may yet commit.
+    weaker = [invariant for invariant in INVARIANTS if invariant is not nothing_is_left]
+    for filesystem, invariants, every in (("memory", INVARIANTS, 15), ("file", weaker, 22)):
+        reached = check_crashes(
+            "save.overwrite",
+            storage=lambda filesystem=filesystem: FsspecStorage(
+                fsspec.filesystem(filesystem), f"{tmp_path}/{next(numbers)}"
+            ),
+            invariants=invariants,
+            variants=["before", "lost", "broken"],
+            every=every,
+        )
+        assert sum(reached.points.values()) >= 4
+
+
+# --- fault scripts --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(request):
+    storage = MemoryStorage(f"faults/{request.node.name.partition('[')[0]}")
+    yield storage
+    storage.delete([entry.key for entry in storage.list()])
+
+
+def test_a_fault_that_is_never_hit_fails_the_test(memory):
+    faults = [Fault(operation="read", key="a*"), Fault(operation="write", key="b", nth=2)]
+    told = r"read of 'a\*' \(call 1\), write of 'b' \(call 2\)"
+    with pytest.raises(InternalError, match=told), Script(faults) as script:
+        script.wrap(memory).write("b", b"1")
+    with pytest.raises(ZeroDivisionError), Script(faults):
+        raise ZeroDivisionError  # what the test itself meets is not hidden by that
+
+
+def test_a_bit_that_flips_on_the_way_to_the_storage_is_found_when_it_is_read(memory):
+    with Script([Fault(operation="writer.write", effect="flip")]) as script:
+        Place(script.wrap(memory)).save(NEW, 1)
+    with pytest.raises(DamagedCheckpointError):
+        load_state(memory, NEW)
+
+
+@pytest.mark.parametrize("effect", ["before", "after", "torn"])
+def test_the_dead_ask_for_nothing_and_clean_nothing_up(tmp_path, effect):
+    inner = LocalStorage(tmp_path)
+    with Script([Fault(operation="writer.write", effect=effect, stops=True)]) as script:
+        storage = script.wrap(inner)
+        writer = storage.open_writer("a")
+        with pytest.raises(CrashError, match=r"died at writer.write of 'a'"):
+            writer.write(bytes(5 << 20))
+        writer.abort()
+        del writer
+        for ask in (storage.list, lambda: storage.read("a"), lambda: storage.open_writer("b")):
+            with pytest.raises(CrashError, match="dead"):
+                ask()
+    # What a crash leaves: the file without its name.
+    (left,) = inner.unpublished()
+    assert left.key.endswith("-a")
+    assert left.num_bytes == {"before": 0, "after": 4 << 20, "torn": 0}[effect]
+    assert len(script.calls) == 2
+
+
+def test_every_function_of_os_that_changes_files_in_a_storage_is_interrupted():
+    harmless = {
+        "PathLike", "close", "fsencode", "fspath", "fstat", "getpid", "lstat", "major", "minor",
+        "environ", "path", "posix_fadvise", "pread", "preadv", "register_at_fork", "scandir",
+        "stat", "stat_result", "strerror",
+    }  # fmt: skip
+    used = {
+        node.attr
+        for file in (Path(ray_dcp.__file__).parent / "store").glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and not node.attr.startswith(("O_", "POSIX_FADV", "RWF"))
+    }
+    assert used - harmless <= set(CALLS)
+    assert {"link", "rename", "unlink", "fsync"} <= used
