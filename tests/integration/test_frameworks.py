@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import importlib
 import json
 import runpy
@@ -13,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ray_dcp
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager import CheckpointManager
 from tests.support import titan
+from tests.support.programs import hub_ranks
+from tests.support.programs.forks import plain_environment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -215,3 +219,38 @@ def test_a_seed_checkpoint_of_torchtitan_gives_the_model_alone(tmp_path, monkeyp
     other = Trainer(tmp_path / "run", seed=2)
     assert other.train(0) == 0
     assert other.model.weight.equal(seeded.model.weight)
+
+
+# --- the Hugging Face hub, FSDP2 -----------------------------------------------------------------
+
+
+def test_two_ranks_under_fsdp2_begin_and_end_with_a_model_of_the_hub(tmp_path: Path, programs):
+    first = hub_ranks.Adapter().to_hf(hub_ranks.Decoder(seed=1).state_dict())
+    hub_ranks.write_model(tmp_path / "hub", first)
+    tied = hub_ranks.Adapter().to_hf(hub_ranks.Decoder(seed=7, tied=True).state_dict())
+    del tied["lm_head.weight"]
+    hub_ranks.write_model(tmp_path / "tied", tied)
+    ended = programs.run(
+        "-m", "tests.support.programs.hub_ranks", str(tmp_path), str(titan.installed()),
+        ranks=2, env=plain_environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    assert all("all equal" in one.stdout for one in ended)
+    # torchtitan's manager: the tensors lie in the files in which the first model has them.
+    left = filecmp.dircmp(tmp_path / "hub", tmp_path / "titan" / "step-7")
+    assert not left.left_only
+    assert not left.right_only
+    ray_dcp.export(tmp_path / "adapted", tmp_path / "exported", "hf")
+    found = hub_ranks.read_model(tmp_path / "exported")
+    assert found.keys() == first.keys()
+    assert all(found[name].equal(first[name]) for name in first)
+
+
+def test_fsdp2_goes_on_with_fewer_ranks(programs, tmp_path):
+    for ranks, last_step, told in ((2, "10", "steps 1 to 10"), (1, "15", "steps 11 to 15")):
+        first, *_ = programs.run(
+            str(EXAMPLES / "fsdp2_torchrun.py"), str(tmp_path), last_step,
+            ranks=ranks, env=plain_environment(),
+        )  # fmt: skip
+        assert first.returncode == 0, first.stderr
+        assert first.stdout.startswith(told)

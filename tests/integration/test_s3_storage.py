@@ -1,21 +1,27 @@
-"""`ObjectStorage` on a real S3 server: its promises, its uploads, and what goes wrong."""
+"""A real S3 server: what `ObjectStorage` promises there, how many requests, every verb."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import ray_dcp
 from ray_dcp.errors import StorageError
+from ray_dcp.manager import CheckpointManager
 from ray_dcp.store import remote
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.testing import StorageConformance
-from tests.support.servers.s3 import proxy_before, through, unfinished_uploads
+from tests.support import cli_story
+from tests.support.servers.s3 import fresh_place, proxy_before, through, unfinished_uploads
 
 PART = 5 << 20
 
@@ -246,3 +252,79 @@ def test_uploads_stay_within_their_budget_whatever_runs_at_a_time(
     most = (16 << 20) + num_files * PART  # each file has a part that it fills
     threads = (8 << 20) + num_files * (2 << 20)
     assert int(found.stdout) < most + threads
+
+
+# requests
+
+
+AWAY_S = 0.05
+
+
+@pytest.fixture
+def away(server, proxy):
+    found = through(proxy, fresh_place(server))
+    # The first save of a process tries what the store can do.
+    ray_dcp.save(state(0), checkpoint_id=found / "first", no_dist=True)
+    proxy.delay_s = AWAY_S
+    proxy.forget()
+    return found
+
+
+def state(step: int) -> dict[str, object]:
+    return {f"layers.{i}.weight": torch.full((16,), float(step)) for i in range(8)} | {"step": step}
+
+
+def test_a_small_save_waits_for_few_requests(away, proxy):
+    ray_dcp.save(state(1), checkpoint_id=away / "one", no_dist=True)
+    told = "\n".join(proxy.seen)
+    assert len(proxy.seen) <= 11, told
+    assert proxy.depth <= 8, told
+    assert proxy.seen[0].startswith("GET"), told
+
+
+def test_a_small_load_waits_for_few_requests(away, proxy):
+    ray_dcp.save(state(1), checkpoint_id=away / "one", no_dist=True)
+    proxy.forget()
+    found = state(0)
+    ray_dcp.load(found, checkpoint_id=away / "one", no_dist=True)
+    told = "\n".join(proxy.seen)
+    assert found["step"] == 1
+    assert len(proxy.seen) <= 5, told
+    assert proxy.depth <= 3, told
+
+
+def test_a_manager_that_begins_again_does_not_read_every_step(server, away, proxy):
+    near = Location(away.url, {**away.storage_options, "endpoint": server.endpoint})
+    with CheckpointManager(near / "run", 1, chkpt_on_preemption=False) as manager:
+        for step in range(40):
+            manager.save(step, state(step))
+    proxy.forget()
+    again = CheckpointManager(away / "run", 1, chkpt_on_preemption=False)
+    again.save(40, state(40))
+    assert len(proxy.seen) <= 30, "\n".join(proxy.seen)
+    again.close()
+
+
+# the command
+
+
+def test_every_verb_prints_what_it_did(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    run = f"{server.location.url}/cli/run"
+    cli_story.make_ours(run)
+    names = [f"step-{step:08d}" for step in (100, 200)]
+    todo = cli_story.commands(run, tmp_path, names, ours=True)
+    found = cli_story.tell(todo, {run: "RUN", str(tmp_path): "WORK"})
+    # What doctor says of buckets is the only difference from a run on a disk.
+    told, of_bucket = re.subn(
+        r"^note uploads the bucket needs a lifecycle rule .*\n", "", found, flags=re.M
+    )
+    assert of_bucket == 1
+    cli_story.compare("ours", told, renew=False)
