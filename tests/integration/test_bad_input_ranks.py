@@ -31,7 +31,7 @@ from tests.support.attempts import (
     try_load,
     try_save,
 )
-from tests.support.conflicts import ALL
+from tests.support.plan_cases import ALL
 from tests.support.processes import eventually
 
 NUM_RANKS = 3

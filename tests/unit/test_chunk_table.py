@@ -32,7 +32,7 @@ from ray_dcp.format.table import check_table, decode_table, encode_table, end_of
 from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import MemoryStorage
-from tests.support import big_views
+from tests.support import checkpoints
 from tests.support.arrays import same_state, sample_state
 from tests.support.format_cases import difference, forged, many_table, mixed_table, slabs, table_of
 from tests.support.world import load_ranks, load_state, run_ranks, save_state
@@ -233,7 +233,7 @@ def test_a_table_beyond_the_longest_is_refused_before_it_is_read(monkeypatch):
 
 def test_memory_stays_within_a_multiple_of_the_length():
     """Of a table that packs as well as one can: all of its rows are alike."""
-    table = big_views.table(2, 4000, "0" * 16, files=1)
+    table = checkpoints.large_table(2, 4000, "0" * 16, files=1)
     data = tb.encode_table(table)
     assert len(data) < 2 * table.num_chunks
     tracemalloc.start()

@@ -29,7 +29,7 @@ from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.verify import VerifyInterrupted
-from tests.support import big_views, checkpoints, cli_story
+from tests.support import checkpoints, cli_story
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -430,9 +430,9 @@ def test_tables_fit_the_screen(columns: int, tmp_path: Path, monkeypatch: pytest
     """Of checkpoints that are given: no two saves take as long. See tests/golden/README.md."""
     for step, changed in ((7, 0), (8, 3)):
         attempt = f"{step:016x}"
-        table = big_views.table(64, 4, attempt, changed=changed, files=4)
+        table = checkpoints.large_table(64, 4, attempt, changed=changed, files=4)
         for run in ("run", "wide"):
-            path = big_views.checkpoint(tmp_path / run / f"step-{step}", table, attempt)
+            path = checkpoints.place_table(tmp_path / run / f"step-{step}", table, attempt)
         info = StepInfo(step=step, created_s=1e9, metrics=dict.fromkeys(LONG_NAMES, float(step)))
         (path / info_key(0)).write_bytes(encode_info(info))
         path = tmp_path / "run" / f"step-{step}"

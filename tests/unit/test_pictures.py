@@ -31,7 +31,7 @@ from ray_dcp.view.pictures import (
 from ray_dcp.view.run_listing import ListedCheckpoint
 from ray_dcp.view.run_view import RunView
 from ray_dcp.view.tensor_handle import TensorInfo
-from tests.support import big_views
+from tests.support import checkpoints
 
 NASTY = "</title><script>alert(1)</script>&\"'\x00\ud800"
 
@@ -123,8 +123,10 @@ def test_a_late_rank_is_marked_and_named_and_so_is_when_training_went_on():
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> CheckpointView:
     """Two tensors of 4 x 1024, a row on each of 4 ranks."""
-    table = big_views.table(2, 4, "a" * 16, files=4)
-    return ray_dcp.open(big_views.checkpoint(tmp_path_factory.mktemp("cut") / "a", table, "a" * 16))
+    table = checkpoints.large_table(2, 4, "a" * 16, files=4)
+    return ray_dcp.open(
+        checkpoints.place_table(tmp_path_factory.mktemp("cut") / "a", table, "a" * 16)
+    )
 
 
 def test_a_layout_has_a_box_for_each_part_where_it_lies(cut: CheckpointView):
@@ -155,8 +157,8 @@ def test_uneven_parts_scalars_and_more_parts_than_are_drawn(tmp_path: Path):
     assert len(titled(parsed(picture_layout(view, "s")), r"^rank 0 \[0:1\]")) == 1
     root = parsed(picture_reshard(view, "cube", (2, 2, 2)))
     assert len(titled(root, "^wanted")) == 4  # of eight: the first slice of the third dimension
-    table = big_views.table(1, 1000, "a" * 16, files=1000)
-    many = ray_dcp.open(big_views.checkpoint(tmp_path / "many", table, "a" * 16))
+    table = checkpoints.large_table(1, 1000, "a" * 16, files=1000)
+    many = ray_dcp.open(checkpoints.place_table(tmp_path / "many", table, "a" * 16))
     root = parsed(picture_layout(many, many.names[0]))
     assert len(titled(root, r"^rank \d+ \[")) == 400
     assert "the first 400 parts" in texts(root)

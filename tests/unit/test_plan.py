@@ -26,9 +26,8 @@ from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.torch_adapter.capture import capture
-from tests.support.conflicts import ALL, CONFLICTS, Boxes
 from tests.support.format_cases import table_of
-from tests.support.plan_cases import Case, Piece, Tensor, finish_table, write
+from tests.support.plan_cases import ALL, CONFLICTS, Boxes, Case, Piece, Tensor, finish_table, write
 from tests.support.world import run_ranks, save_ranks
 
 # --- What a rank holds, as columns ----------------------------------------------------------------

@@ -42,7 +42,7 @@ from ray_dcp.format.save_trace import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.metrics import SaveRecorder, Tracing
 from ray_dcp.store.storage import MemoryStorage
-from tests.support import big_views, cli_story
+from tests.support import checkpoints, cli_story
 
 ATTEMPT = "0123456789abcdef"
 KEY = OpKey("s", 0)
@@ -308,8 +308,8 @@ def saved(tmp_path: Path) -> Path:
 
 def test_the_course_of_a_save_is_printed_as_it_was(tmp_path: Path):
     """Of a trace that is given: no two saves take as long. See tests/golden/README.md."""
-    table = big_views.table(2, 4, ATTEMPT, files=4)
-    path = big_views.checkpoint(tmp_path / "run" / "step-7", table, ATTEMPT)
+    table = checkpoints.large_table(2, 4, ATTEMPT, files=4)
+    path = checkpoints.place_table(tmp_path / "run" / "step-7", table, ATTEMPT)
     (path / trace_key(ATTEMPT)).write_bytes(encode_trace(async_trace()))
     told = []
     for arguments in ([f"{tmp_path}/run@7"], [path, "--json"]):

@@ -34,7 +34,7 @@ from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.difference import diff_tables, new_bytes
 from ray_dcp.view.resharding import ShardGrid, parse_layout, preview_reshard
 from ray_dcp.view.verify import verify_opened
-from tests.support import arrays, big_views, checkpoints, world
+from tests.support import arrays, checkpoints, world
 from tests.support.storages import Counting, Fault, FaultyStorage, counted_view
 
 TENSORS = checkpoints.tensors()
@@ -593,24 +593,24 @@ def test_half_a_million_chunks_are_compared_without_one_read(tmp_path: Path):
     """The tables are given: to write and read two of this length takes ten times as long."""
     views = []
     for name, changed in (("a", 0), ("b", 500)):
-        table = big_views.table(2000, 250, name * 16, changed=changed, files=256)
+        table = checkpoints.large_table(2000, 250, name * 16, changed=changed, files=256)
         storage = Counting(str(tmp_path))
         checkpoint = Checkpoint("native", str(tmp_path), 1, b"", table)
         views.append((CheckpointView(storage, checkpoint), storage))
     (a, reads_a), (b, reads_b) = views
     diff = a.diff(b)
     assert diff.counts == {"unchanged": 1500, "changed": 500}
-    assert diff.changed_bytes == 500 * 250 * big_views.ROW_BYTES
+    assert diff.changed_bytes == 500 * 250 * checkpoints.ROW_BYTES
     assert (diff.bytes_read, reads_a.ranges, reads_b.ranges) == (0, 0, 0)
 
 
 @given(st.integers(0, 12), st.integers(1, 6), st.integers(0, 12), st.booleans())
 def test_tables_differ_exactly_where_checksums_do(tensors, parts, changed, other_parts):
-    first = big_views.table(tensors, parts, "a" * 16, files=parts)
+    first = checkpoints.large_table(tensors, parts, "a" * 16, files=parts)
     more = parts + 1 if other_parts else parts
-    second = big_views.table(tensors, more, "b" * 16, changed=changed, files=1)
+    second = checkpoints.large_table(tensors, more, "b" * 16, changed=changed, files=1)
     found = diff_tables(first, second)
-    size = parts * big_views.ROW_BYTES
+    size = parts * checkpoints.ROW_BYTES
     for at, one in enumerate(found):
         expected = ("changed", size) if at < changed else ("unchanged", 0)
         assert (one.change, one.changed_bytes) == (("reshaped", 0) if other_parts else expected)
