@@ -410,18 +410,17 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+_MOST_OPEN = 16
+
+
 class OpenFiles:
     """Keeps the most recently used files open. Thread-safe.
 
     A cached file is used only while device and inode of the path still match; a file that was
     replaced is opened again. Who has got a file keeps it open.
-
-    Args:
-        limit: Maximum number of cached files.
     """
 
-    def __init__(self, limit: int = 16) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
 
@@ -437,7 +436,7 @@ class OpenFiles:
             if file is None or file.identity != now:
                 file = _OpenFile(path)
             self._files[path] = file  # the last entry is the most recent
-            while len(self._files) > self._limit:
+            while len(self._files) > _MOST_OPEN:
                 del self._files[next(iter(self._files))]
         return file
 

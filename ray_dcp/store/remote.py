@@ -35,20 +35,19 @@ MOST_S = 10.0
 TELL_S = 5.0
 
 
-def pauses(random_share: Callable[[], float], first_s: float = FIRST_S) -> Iterator[float]:
+def pauses(random_share: Callable[[], float]) -> Iterator[float]:
     """Yields the pause before each retry, in seconds. Its upper bound doubles up to `MOST_S`.
 
     Args:
         random_share: Returns numbers in [0, 1), as jitter: callers that failed together do not
             retry together.
-        first_s: Upper bound of the first pause.
 
     Examples:
         >>> found = pauses(lambda: 1.0)
         >>> [round(next(found), 1) for _ in range(8)]
         [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0]
     """
-    limit_s = first_s
+    limit_s = FIRST_S
     while True:
         # Why half of it is fixed: the store is never retried without a pause.
         yield limit_s * (0.5 + random_share() / 2)

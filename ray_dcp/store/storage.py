@@ -106,22 +106,22 @@ def read_traits_of(storage: object) -> ReadTraits:
 
 _THREAD_S = 1e-3
 """An additional thread pays if it saves this much waiting, in seconds."""
+_MOST_THREADS = 16
 
 
-def threads_for(storage: object, num_requests: int, most: int = 16) -> int:
+def threads_for(storage: object, num_requests: int) -> int:
     """Returns the number of threads that pays for small independent requests.
 
     Args:
         storage: Storage that receives the requests.
         num_requests: Number of requests.
-        most: Maximum number of threads.
 
     Examples:
         >>> threads_for(None, 40), threads_for(None, 400)
         (1, 8)
     """
     paid = int(num_requests * read_traits_of(storage).request_s / _THREAD_S)
-    return max(1, min(paid, num_requests, most))
+    return max(1, min(paid, num_requests, _MOST_THREADS))
 
 
 def read_if_there(storage: Storage, key: str, most_bytes: int | None = None) -> bytes | None:
