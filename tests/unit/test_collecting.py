@@ -444,6 +444,14 @@ def test_metadata_that_a_zombie_publishes_after_a_delete_is_taken_back(place):
     assert names(place) == {record_key(2)}
 
 
+def test_metadata_that_is_published_after_a_later_commit_is_put_right(place):
+    task = stopped_before(place.url, PublishMetadata, ONE)
+    late = Meanwhile(place, "write", ".metadata", lambda: saved(place.url, TWO))
+    assert perform(task, lambda _: late) == Published(superseded=True)
+    assert not find_checkpoint(place).metadata_is_stale
+    check_stock(place.url, TWO)
+
+
 # Zombies in slots that are free again
 
 
@@ -627,20 +635,6 @@ def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_
     check_stock(path, ONE)
     collect(path)
     assert names(LocalStorage(tmp_path)) == needed(LocalStorage(tmp_path))
-
-
-def test_a_link_out_of_the_checkpoint_is_not_followed(tmp_path):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "__0_0.abc.distcp").write_bytes(b"mine")
-    path = tmp_path / "place"
-    saved(str(path))
-    (path / DEAD).symlink_to(outside)
-    assert collect(str(path), abort_unfinished=True).warnings == ()
-    saved(str(path), TWO)
-    delete(str(path))
-    assert (outside / "__0_0.abc.distcp").read_bytes() == b"mine"
-    assert (path / DEAD).is_symlink()
 
 
 # A load finds an old `.metadata`

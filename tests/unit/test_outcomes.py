@@ -19,7 +19,6 @@ from ray_dcp.commit_protocol.commands import (
     CreateAbort,
     CreateRecord,
     Failed,
-    Published,
     PublishMetadata,
     ReadRecord,
     RecordsRead,
@@ -47,7 +46,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record, record_key
-from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.session import InlineSession, longest_s
@@ -195,29 +193,6 @@ def test_what_a_filesystem_refuses_only_when_a_file_is_closed_fails_the_write(
 # Stock DCP beside it
 
 
-def test_metadata_written_after_a_later_commit_is_put_right(tmp_path):
-    """A save hangs between its look at the slots and its `.metadata`; another one overtakes."""
-    path = str(tmp_path)
-    (first, *_) = save(state_of(1), 1, path)
-    old = (tmp_path / ".metadata").read_bytes()
-
-    class Overtaken:
-        def __init__(self, inner):
-            self.inner, self.url, self.traits = inner, inner.url, inner.traits
-            self.read, self.list, self.delete = inner.read, inner.list, inner.delete
-
-        def write(self, key, data, **how):
-            if key == ".metadata" and data == old:
-                save(state_of(2), 1, path)
-            self.inner.write(key, data, **how)
-
-    task = PublishMetadata(Target(path), first.slot, old)
-    result = perform(task, lambda target: Overtaken(open_storage(target)))
-    assert result == Published(superseded=True)
-    assert not find_checkpoint(open_storage(path)).metadata_is_stale
-    check_stock(path, state_of(2))
-
-
 def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_path):
     path = str(tmp_path)
     save(state_of(1), 1, path)
@@ -230,7 +205,6 @@ def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_pa
     session = InlineSession(performer=die_before_publishing)
     (rank,) = save_ranks(state_of(2), 1, path)
     assert drive(rank, session.call).slot == 2
-    load_and_check(state_of(2), 1, path)
     check_stock(path, state_of(2))
 
 
