@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import pytest
+
 from ray_dcp.commit_protocol.commands import CreateRecord, RecordCreated, SlotTaken
 from ray_dcp.errors import InternalError, StorageError
 from ray_dcp.format.manifest import AbortRecord, encode_record
@@ -452,6 +454,47 @@ class Counting(FaultyStorage):
         """How many bytes were read of data files."""
         data = (".distcp", ".safetensors")
         return sum(n for key, n in self.bytes_read.items() if key.endswith(data))
+
+
+def interpose(
+    patch: pytest.MonkeyPatch,
+    kind: type,
+    method: str,
+    pattern: str,
+    act: Callable[[], object] | BaseException,
+    *,
+    after: bool = False,
+    times: int | None = 1,
+) -> list[object]:
+    """Has something happen in the moment before calls of any storage of a class.
+
+    Args:
+        patch: Undoes it.
+        kind: The class.
+        method: Its method, whose first argument is a key or prefix.
+        pattern: Of URL and key of the calls that are concerned.
+        act: What happens, or what the call raises.
+        after: Whether it happens after the call was made, instead of before.
+        times: The first so many calls; None for all.
+
+    Returns:
+        What each `act` returned so far.
+    """
+    inner, num_calls, found = getattr(kind, method), 0, list[object]()
+
+    def call(self: Any, key: str = "", *more: Any, **how: Any) -> Any:
+        nonlocal num_calls
+        is_concerned = num_calls != times and fnmatchcase(f"{self.url}/{key}", pattern)
+        num_calls += is_concerned
+        result = inner(self, key, *more, **how) if after or not is_concerned else None
+        if is_concerned:
+            if isinstance(act, BaseException):
+                raise act
+            found.append(act())
+        return result if after or not is_concerned else inner(self, key, *more, **how)
+
+    patch.setattr(kind, method, call)
+    return found
 
 
 def counted_view(path: object) -> tuple[CheckpointView, Counting]:

@@ -30,6 +30,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.verify import VerifyInterrupted
 from tests.support import checkpoints, cli_story
+from tests.support.storages import interpose
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -83,14 +84,8 @@ def test_ctrl_c_prints_what_was_found_and_exits_as_of_a_signal(
         checkpoints.save(tmp_path / f"step-{step}")
     file = checkpoints.data_file(tmp_path / "step-1")
     checkpoints.flip(file, file.stat().st_size // 2)
-    read = LocalStorage.read
-
-    def interrupted(self: LocalStorage, key: str, *more: object) -> bytes:
-        if self.url.endswith("step-3") and key.endswith(".distcp"):
-            raise KeyboardInterrupt
-        return read(self, key, *more)
-
-    monkeypatch.setattr(LocalStorage, "read", interrupted)
+    interrupt = KeyboardInterrupt()
+    interpose(monkeypatch, LocalStorage, "read", "*/step-3/*.distcp", interrupt, times=None)
     found = CliRunner().invoke(main, ["verify", str(tmp_path)])
     assert (found.exit_code, found.stderr) == (130, "Error: interrupted\n")
     assert f"{tmp_path}/step-1: 1 problem" in found.stdout
@@ -117,12 +112,7 @@ def test_a_verify_that_is_interrupted_in_an_item_has_what_it_found_in_all(
     damaged = [checkpoints.data_file(step / name) for name in items]
     for file in damaged:
         checkpoints.flip(file, file.stat().st_size // 2)
-    read, seen = LocalStorage.read, list[int]()
-
-    def interrupted(self: LocalStorage, key: str, *more: object) -> bytes:
-        if when == "opened" and self.url.endswith("second") and key.endswith(".distcp"):
-            raise KeyboardInterrupt
-        return read(self, key, *more)
+    seen = list[int]()
 
     class Interrupt(Meter):
         def add(self, num_bytes: int, file: str = "") -> None:
@@ -130,7 +120,8 @@ def test_a_verify_that_is_interrupted_in_an_item_has_what_it_found_in_all(
             if len(seen) == 3:  # of the step's own file and of each item's
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(LocalStorage, "read", interrupted)
+    if when == "opened":
+        interpose(monkeypatch, LocalStorage, "read", "*/second/*.distcp", KeyboardInterrupt())
     with pytest.raises(VerifyInterrupted) as raised:
         ray_dcp.verify(step, progress=Interrupt("verifying", ""))
     found = [step / one.file for one in raised.value.report.problems]

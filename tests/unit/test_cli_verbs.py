@@ -31,6 +31,7 @@ from ray_dcp.manager.leases import LeaseHolder, ReaderLease
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import absolute_target
 from tests.support import checkpoints
+from tests.support.storages import interpose
 from tests.unit.test_cli_output import printed
 
 
@@ -101,10 +102,8 @@ def test_what_is_damaged_exits_with_1_and_leaves_nothing(run: Path, left: str, v
 def test_a_storage_that_gives_no_permission_is_one_message(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ):
-    def deny(self: LocalStorage, *arguments: object) -> None:
-        raise StorageError("could not read: [EACCES] Permission denied", key="step-10")
-
-    monkeypatch.setattr(LocalStorage, what, deny)
+    denied = StorageError("could not read: [EACCES] Permission denied", key="step-10")
+    interpose(monkeypatch, LocalStorage, what, "*", denied, times=None)
     one, out = run / "step-10", run.parent / "out"
     commands = [["diff", one, run / "step-20"], ["reshard", one, "--to", "2"], ["cp", one, out],
                 ["export", one, out], ["show", one], ["verify", one]]  # fmt: skip
@@ -218,25 +217,10 @@ def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.Monke
     assert "--debug" in said
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-):
-    usage = shutil.disk_usage(run)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-    target = run.parent / "out"
-    export = ["export", f"{run}@10", target, "--tensor", "model.w*"]
-    for command in ([*export, "--dry-run"], ["cp", f"{run}@10", target]):
-        assert "10 B are free; nothing was written" in refused(*command)
-    assert not target.exists()
-
-
 def test_ctrl_c_ends_a_watch_quietly_and_takes_back_what_was_begun(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def interrupt(*arguments: object, **more: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalStorage, "open_writer", interrupt)
+    interpose(monkeypatch, LocalStorage, "open_writer", "*", KeyboardInterrupt(), times=None)
     assert "interrupted" in refused("cp", f"{run}@10", run.parent / "copy", exit_code=130)
     assert not [p for p in run.parent.rglob("copy/**/*") if p.is_file()]
     process = subprocess.Popen(
@@ -307,19 +291,6 @@ def test_rm_keeps_tagged_steps_and_takes_all_that_was_told_about_one_along(tmp_p
         assert manager.all_steps() == [2]
 
 
-def test_gc_removes_what_crashes_left_and_no_checkpoint(run: Path):
-    left = run / "step-10" / "__0_0.00000000000000bb.distcp"
-    left.write_bytes(b"left")
-    found = invoke("gc", run, "--yes")
-    assert (found.exit_code, left.exists()) == (0, True)
-    assert "may still be committed" in found.stdout
-    assert "give --yes" in refused("gc", run, "--abort-unfinished")
-    assert invoke("gc", run, "--abort-unfinished", "--yes").exit_code == 0
-    assert not left.exists()
-    assert [step.state for step in ray_dcp.open(run)] == ["committed", "committed"]
-    assert invoke("verify", f"{run}@10").exit_code == 0
-
-
 def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items_which_go_with_it(
     tmp_path: Path,
 ):
@@ -371,10 +342,8 @@ def test_doctor_tries_the_storage_cleans_up_and_finds_what_is_wrong(
     assert (found.exit_code, "wrong" in found.stdout) == (1, True)
     assert "damaged: __0_0." in found.stdout
 
-    def deny(self: LocalStorage, *arguments: object, **more: object) -> None:
-        raise StorageError("[EROFS] Read-only file system")
-
-    monkeypatch.setattr(LocalStorage, "write", deny)
+    denied = StorageError("[EROFS] Read-only file system")
+    interpose(monkeypatch, LocalStorage, "write", "*", denied, times=None)
     found = invoke("doctor", run, "--write")
     assert (found.exit_code, "Read-only" in found.stdout) == (2, True)
 
@@ -506,14 +475,8 @@ def test_a_deletion_that_fails_gives_the_tags_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, tags=["good"])
-    writes = LocalStorage.write
-
-    def write(storage: LocalStorage, key: str, data: Any, *args: Any, **how: Any) -> Any:
-        if key.startswith("manifest-"):
-            raise StorageError("the disk is read-only")
-        return writes(storage, key, data, *args, **how)
-
-    monkeypatch.setattr(LocalStorage, "write", write)
+    refused = StorageError("the disk is read-only")
+    interpose(monkeypatch, LocalStorage, "write", "*/manifest-*", refused, times=None)
     assert invoke("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
     assert step_1(tmp_path).tags == ("good",)
     assert ray_dcp.verify(tmp_path / "step-00000001").ok
@@ -620,3 +583,10 @@ def test_verify_names_the_newest_good_step_of_each_run(parent: Path, told: Told)
     newest = printed("verify", parent)["newest_good"]
     assert newest == {".": "final", "deep/lr-2": 11, "lr-1": 11}
     assert told("verify", parent / "lr-1").splitlines()[-1] == "newest good: step 11"
+
+
+def test_where_no_step_is_good_verify_says_so(run: Path):
+    for step in run.iterdir():
+        os.truncate(checkpoints.data_file(step), 10)
+    assert invoke("verify", run).stdout.splitlines()[-1] == "newest good: none"
+    assert printed("verify", run, exit_code=1)["newest_good"] is None

@@ -16,6 +16,7 @@ from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.store.local import LocalStorage
 from tests.support import checkpoints
+from tests.support.storages import interpose
 
 
 def save(path: Path, value: float = 1.0) -> None:
@@ -29,35 +30,13 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def once_before(
-    monkeypatch: pytest.MonkeyPatch, method: str, concerns: Callable[..., bool], act: Callable
-) -> list[bool]:
-    """Has something happen in the moment before the first call of a storage that is concerned."""
-    inner, done = getattr(LocalStorage, method), []
-
-    def call(self: LocalStorage, *arguments: object, **more: object) -> object:
-        if not done and concerns(self, *arguments):
-            done.append(True)
-            act()
-        return inner(self, *arguments, **more)
-
-    monkeypatch.setattr(LocalStorage, method, call)
-    return done
-
-
-def is_data(self: LocalStorage, key: str, *_: object) -> bool:
-    return key.endswith(".distcp")
-
-
-def is_record(self: LocalStorage, key: str, *_: object) -> bool:
-    return "step-2/manifest-" in f"{self.url}/{key}"
-
-
 @pytest.mark.parametrize(("becomes", "state"), [(save, "committed"), (ray_dcp.delete, "deleted")])
 def test_a_step_that_is_replaced_or_deleted_while_its_run_is_listed_is_not_damaged(
     run: Path, monkeypatch: pytest.MonkeyPatch, becomes: Callable, state: str
 ):
-    done = once_before(monkeypatch, "read", is_record, lambda: becomes(run / "step-2"))
+    done = interpose(
+        monkeypatch, LocalStorage, "read", "*/step-2/manifest-*", lambda: becomes(run / "step-2")
+    )
     steps = ray_dcp.open(run)
     assert done
     assert [step.state for step in steps] == ["committed", state, "committed"]
@@ -66,7 +45,9 @@ def test_a_step_that_is_replaced_or_deleted_while_its_run_is_listed_is_not_damag
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_anew(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    done = once_before(monkeypatch, "read", is_data, lambda: save(run / "step-2", 2.0))
+    done = interpose(
+        monkeypatch, LocalStorage, "read", "*.distcp", lambda: save(run / "step-2", 2.0)
+    )
     report = ray_dcp.verify(run / "step-2")
     assert done
     assert report.ok, report
@@ -75,7 +56,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_anew(
 def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_gone_and_not_damaged(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    done = once_before(monkeypatch, "read", is_data, lambda: ray_dcp.delete(run / "step-2"))
+    done = interpose(
+        monkeypatch, LocalStorage, "read", "*.distcp", lambda: ray_dcp.delete(run / "step-2")
+    )
     with pytest.raises(CheckpointNotFoundError, match="it was deleted"):
         ray_dcp.verify(run / "step-2")
     assert done
@@ -88,7 +71,7 @@ def invoke(*arguments: object) -> Result:
 def test_a_step_that_goes_while_its_run_is_verified_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    once_before(monkeypatch, "read", is_data, lambda: ray_dcp.delete(run / "step-3"))
+    interpose(monkeypatch, LocalStorage, "read", "*.distcp", lambda: ray_dcp.delete(run / "step-3"))
     found = invoke("verify", run)
     assert found.exit_code == 0, found.output
     assert f"{run}/step-3: deleted meanwhile" in found.stdout
@@ -106,7 +89,7 @@ def test_a_step_that_goes_while_its_run_is_verified_is_no_damage(
 def test_a_run_is_copied_while_its_steps_are_replaced_and_deleted(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: Callable, left: str
 ):
-    once_before(monkeypatch, "open_writer", is_data, lambda: becomes(run / "step-3"))
+    interpose(monkeypatch, LocalStorage, "open_writer", "*.distcp", lambda: becomes(run / "step-3"))
     found = invoke("cp", run, tmp_path / "copy", "--verify")
     assert found.exit_code == 0, found.output
     assert left in found.stdout
@@ -124,8 +107,11 @@ def test_a_step_of_a_manager_stays_while_it_is_copied(
     with manager:
         manager.save(1, state)
         manager.join()
-        how = {"cp": ("open_writer", is_data), "export": ("read_into", is_data)}[verb]
-        done = once_before(monkeypatch, *how, lambda: (manager.save(2, state), manager.join()))
+        method = {"cp": "open_writer", "export": "read_into"}[verb]
+        done = interpose(
+            monkeypatch, LocalStorage, method, "*.distcp",
+            lambda: (manager.save(2, state), manager.join()),
+        )  # fmt: skip
         found = invoke(verb, f"{root}@1", tmp_path / "out")
         assert done
         assert found.exit_code == 0, found.output
@@ -139,16 +125,7 @@ def test_a_copy_of_a_run_goes_on_where_it_was_interrupted(
     ray_dcp.open(run).tag(1, "kept").annotate(2, "look").tag(3, "last")
     target = tmp_path / "copy"
     with monkeypatch.context() as patch:
-        count = []
-
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        def is_third(self: LocalStorage, key: str, *_: object) -> bool:
-            count.append(key)
-            return is_data(self, key) and sum(map(is_data, [self] * len(count), count)) == 3
-
-        once_before(patch, "open_writer", is_third, interrupt)
+        interpose(patch, LocalStorage, "open_writer", "*/step-3/*.distcp", KeyboardInterrupt())
         found = invoke("cp", run, target)
     assert found.exit_code == 130
     assert "copied 2 steps" in found.stdout

@@ -56,6 +56,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import os_failure
 from tests.support.checkpoints import flip
 from tests.support.manager_places import root_of
+from tests.support.storages import interpose
 from tests.support.threads import DeadRankError, run_as_ranks
 
 
@@ -459,20 +460,16 @@ def test_a_deletion_that_was_ended_meanwhile_does_not_fail_the_save_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who protects a step from a deletion that is announced leaves an abort record there."""
-    writes = LocalStorage.write
     shared = LocalStorage(str(tmp_path / ".manager"))
 
-    def write(storage: LocalStorage, key: str, *args: Any, **how: Any) -> Any:
-        if storage.url == str(step(tmp_path, 5) / "model.1") and key.startswith("manifest-"):
-            monkeypatch.undo()
-            mark = Announced(5, "0123456789abcdef", "step-00000005")
-            shared.write(mark.key, b"")
-            fence(shared, lambda name: LocalStorage(str(tmp_path / name)), "it is read", 5)
-        return writes(storage, key, *args, **how)
+    def ended() -> None:
+        mark = Announced(5, "0123456789abcdef", "step-00000005")
+        shared.write(mark.key, b"")
+        fence(shared, lambda name: LocalStorage(str(tmp_path / name)), "it is read", 5)
 
     with manager_at(tmp_path) as made:
         made.save(5, item_state(1))
-        monkeypatch.setattr(LocalStorage, "write", write)
+        interpose(monkeypatch, LocalStorage, "write", "*/model.1/manifest-*", ended)
         made.save(5, item_state(2), replace=True)
         found = item_state(0)
         made.restore(5, found)
@@ -508,15 +505,9 @@ def test_a_copied_step_that_is_replaced_is_never_a_mixture(
         made.save(5, item_state(2), replace=True)
     other = step(tmp_path / "other", 5)
     ray_dcp.copy(step(tmp_path / "run", 5), other)
-    writes = LocalStorage.write
-
-    def write(storage: LocalStorage, key: str, *args: Any, **how: Any) -> Any:
-        if storage.url == str(other) and key.startswith("chunks."):
-            raise errors.StorageError("the disk is full")
-        return writes(storage, key, *args, **how)
-
+    full = errors.StorageError("the disk is full")
     with manager_at(tmp_path / "other") as made:
-        monkeypatch.setattr(LocalStorage, "write", write)
+        interpose(monkeypatch, LocalStorage, "write", f"{other}/chunks.*", full, times=None)
         with pytest.raises(errors.StorageError, match="full"):
             made.save(5, item_state(3), replace=True)
         monkeypatch.undo()
@@ -535,14 +526,9 @@ def test_a_copy_of_a_step_that_fails_leaves_none_of_its_items(
     with manager_at(tmp_path / "run") as made:
         made.save(5, item_state(1))
     other = step(tmp_path / "other", 5)
-    opens = LocalStorage.open_writer
-
-    def open_writer(storage: LocalStorage, key: str, **how: Any) -> Any:
-        if storage.url == str(other):
-            raise errors.StorageError("the disk is full")
-        return opens(storage, key, **how)
-
-    monkeypatch.setattr(LocalStorage, "open_writer", open_writer)
+    full = errors.StorageError("the disk is full")
+    # Its own file; those of its items lie deeper.
+    interpose(monkeypatch, LocalStorage, "open_writer", f"{other}/__*", full, times=None)
     with pytest.raises(errors.StorageError, match="full"):
         ray_dcp.copy(step(tmp_path / "run", 5), other)
     assert not list(other.rglob("*.distcp"))

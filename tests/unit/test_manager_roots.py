@@ -47,7 +47,7 @@ from tests.support.manager_places import (
     settings,
     writer_of,
 )
-from tests.support.storages import Fault, Script, UnconditionalStorage
+from tests.support.storages import Fault, Script, UnconditionalStorage, interpose
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only if there is none:UserWarning")
 
@@ -280,19 +280,13 @@ def test_a_step_that_is_saved_again_while_its_deletion_is_decided_is_not_deleted
 ):
     writer = writer_of(storage, max_to_keep=1)
     save_step(writer, storage, 1, OLD)
-    writes, begun = MemoryStorage.write, []
-
-    def write(self, key, data, **how):
-        # The deletion of step 1 was announced, nothing protected it, and now it is committed.
-        if key == "step-00000001/manifest-00000002.json" and not begun:
-            begun.append(1)
-            begun.append(writer.begin(1, replace=True))
-        return writes(self, key, data, **how)
-
-    monkeypatch.setattr(MemoryStorage, "write", write)
+    # The deletion of step 1 was announced, nothing protected it, and now it is committed.
+    record = "*/step-00000001/manifest-00000002.json"
+    begun = interpose(
+        monkeypatch, MemoryStorage, "write", record, lambda: writer.begin(1, replace=True)
+    )
     save_step(writer, storage, 2, NEW)
-    assert len(begun) == 2
-    writer.finish(begun[1], False)  # what was to replace it was never saved
+    writer.finish(begun[0], False)  # what was to replace it was never saved
     assert list(look(root_of(storage), settings().names).steps) == [1, 2]
 
 
@@ -317,14 +311,10 @@ def test_what_protects_a_step_is_there_before_deletions_are_aborted(storage, mon
     """Else a deletion that is announced in between would not see it."""
     writer = writer_of(storage)
     save_step(writer, storage, 1, OLD)
-    lists, seen = MemoryStorage.list, []
-
-    def list_(self, prefix=""):
-        if "deleting/1." in prefix:
-            seen.append(len(lists(self, f"{FOLDER}/{what}/1.")))
-        return lists(self, prefix)
-
-    monkeypatch.setattr(MemoryStorage, "list", list_)
+    seen = interpose(
+        monkeypatch, MemoryStorage, "list", "*deleting/1.*",
+        lambda: len(storage.list(f"{FOLDER}/{what}/1.")), times=None,
+    )  # fmt: skip
     if what == "tags":
         writer.tag(1, "good")
     else:
@@ -428,15 +418,8 @@ def test_who_loses_the_right_between_look_and_record_deletes_nothing(storage, mo
     unsafe = UnconditionalStorage(storage)
     writer = writer_of(unsafe)
     save_step(writer, unsafe, 1, OLD)
-    lists, taken = MemoryStorage.list, []
-
-    def list_(self, prefix=""):
-        found = lists(self, prefix)
-        if prefix.endswith("reading/1.") and not taken:
-            taken.append(right(unsafe, replace(HERE, nonce="other")).take())
-        return found
-
-    monkeypatch.setattr(MemoryStorage, "list", list_)
+    other = right(unsafe, replace(HERE, nonce="other"))
+    taken = interpose(monkeypatch, MemoryStorage, "list", "*reading/1.", other.take, after=True)
     with pytest.raises(errors.CheckpointExistsError, match="since this manager opened it"):
         writer.delete(1)
     assert taken
@@ -458,19 +441,14 @@ def test_without_conditional_create_what_is_protected_before_the_record_stands(
     unsafe = UnconditionalStorage(storage)
     writer = writer_of(unsafe)
     save_step(writer, unsafe, 1, OLD)
-    lists, done = MemoryStorage.list, []
 
-    def list_(self, prefix=""):
-        found = lists(self, prefix)
-        if prefix.endswith("tags/1.") and not done:
-            done.append(1)
-            if protect == "lease":
-                assert "about to be deleted" in read_by_another(root_of(unsafe)).unsure
-            else:
-                writer.tag(1, "fine")
-        return found
+    def protected():
+        if protect == "lease":
+            assert "about to be deleted" in read_by_another(root_of(unsafe)).unsure
+        else:
+            writer.tag(1, "fine")
 
-    monkeypatch.setattr(MemoryStorage, "list", list_)
+    done = interpose(monkeypatch, MemoryStorage, "list", "*tags/1.", protected, after=True)
     with pytest.raises(errors.CheckpointExistsError, match="its deletion was aborted"):
         writer.delete(1)
     assert done

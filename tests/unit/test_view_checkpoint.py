@@ -29,13 +29,12 @@ from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import Entry
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.difference import diff_tables, new_bytes
 from ray_dcp.view.resharding import ShardGrid, parse_layout, preview_reshard
 from ray_dcp.view.verify import verify_opened
 from tests.support import arrays, checkpoints, world
-from tests.support.storages import Counting, Fault, FaultyStorage, counted_view
+from tests.support.storages import Counting, Fault, FaultyStorage, counted_view, interpose
 
 TENSORS = checkpoints.tensors()
 
@@ -399,14 +398,8 @@ def test_an_item_that_can_not_be_listed_hides_no_damage_of_the_others(
         manager.save(5, {name: {"w": torch.ones(300)} for name in items})
     file = checkpoints.data_file(tmp_path / "step-00000005" / "first")
     checkpoints.flip(file, file.stat().st_size // 2)
-    listed = LocalStorage.list
-
-    def refused(self: LocalStorage, prefix: str = "") -> list[Entry]:
-        if self.url.endswith("second"):
-            raise StorageError("input/output error")
-        return listed(self, prefix)
-
-    monkeypatch.setattr(LocalStorage, "list", refused)
+    refused = StorageError("input/output error")
+    interpose(monkeypatch, LocalStorage, "list", "*/second/*", refused, times=None)
     report = ray_dcp.verify(tmp_path / "step-00000005")
     assert [one.file for one in report.problems] == [f"first/{file.name}"]
     assert [(one.file, one.what) for one in report.unread] == [("second", "input/output error")]
