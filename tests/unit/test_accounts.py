@@ -25,6 +25,7 @@ from ray_dcp.runtime import metrics, rank_save, staging_backend
 from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.session import InlineSession
 from ray_dcp.store.opening import open_storage
+from tests.support.own_planners import OwnReader, OwnSave, OwnWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -325,25 +326,13 @@ DCP_NAMES = {
 """What DCP's logger calls the phases. Those of a load's plan are several there."""
 
 
-class OwnWriter(stock.FileSystemWriter):
-    """A storage that ray_dcp knows nothing about."""
-
-
-class OwnReader(stock.FileSystemReader):
-    """A storage that ray_dcp knows nothing about."""
-
-
-class OwnPlanner(stock.DefaultSavePlanner):
-    """A planner whose hooks are called."""
-
-
 def stager(*, is_async: bool) -> DefaultStager:
     return DefaultStager(StagingOptions(False, False, is_async, False))
 
 
 SAVES: dict[str, dict[str, Any]] = {
     "native": {},
-    "planner hooks": {"planner": OwnPlanner},
+    "planner hooks": {"planner": OwnSave},
     "foreign storage": {"storage_writer": OwnWriter},
 }
 ASYNC_SAVES: dict[str, dict[str, Any]] = {

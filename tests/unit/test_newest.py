@@ -35,7 +35,6 @@ from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime import rank_load
 from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
-from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import MemoryStorage
 from tests.support import checkpoints
@@ -446,23 +445,6 @@ def test_a_fallback_is_loud_and_whole(torch_run):
     assert (weight == 9).all()
     assert (state["c"].value, state["n"]["step"]) == (9, 9)
     assert pickle.loads(pickle.dumps(report)).step == 9
-
-
-def test_one_read_that_gave_other_bytes_takes_no_older_step(torch_run, monkeypatch):
-    reads = LocalStorage.read_into
-
-    def flipped_once(storage, key, start, target):
-        reads(storage, key, start, target)
-        if key.endswith(".distcp"):
-            monkeypatch.undo()
-            target[len(target) // 2] ^= 4
-
-    monkeypatch.setattr(LocalStorage, "read_into", flipped_once)
-    state = state_at(0)
-    report, told = load_newest(state, torch_run)
-    assert LocalStorage.read_into is reads
-    assert (report.step, report.skipped, told) == (10, (), [])
-    assert (state["w"] == 10).all()
 
 
 def test_a_planner_is_set_up_for_each_try(torch_run):

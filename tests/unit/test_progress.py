@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import threading
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -361,15 +359,3 @@ def test_each_step_of_a_run_is_printed_as_soon_as_it_is_done(
     assert last[0].startswith(f"{run}/step-3: ")
     assert last[1].startswith("newest good: step 3" if verb == "verify" else "copied 3 steps")
     assert len(last) == 2
-
-
-def test_the_newest_good_step_is_named_or_that_there_is_none(run: Path):
-    def newest() -> tuple[str, Any]:
-        found = CliRunner().invoke(main, ["verify", str(run)])
-        told = CliRunner().invoke(main, ["verify", str(run), "--json"])
-        return found.stdout.splitlines()[-1], json.loads(told.stdout)["newest_good"]
-
-    assert newest() == ("newest good: step 2", 2)
-    for step, expected in ((2, ("newest good: step 1", 1)), (1, ("newest good: none", None))):
-        os.truncate(checkpoints.data_file(run / f"step-{step}"), 10)
-        assert newest() == expected

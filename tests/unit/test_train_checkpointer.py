@@ -270,22 +270,6 @@ def test_what_was_reported_last_stays_and_so_does_what_has_a_tag(make: Make, tra
     assert steps_of(ckpt) == [1, 4]
 
 
-def test_what_a_killed_group_left_is_removed_and_a_step_that_it_committed_stays(
-    make: Make, tmp_path: Path
-):
-    with make() as ckpt:
-        ckpt.save(5, state(5))
-        ckpt.save(6, state(6))
-    left = Path(ckpt.url) / "g0001-0a1b2c-step-00000005"
-    left.mkdir()
-    (left / "__0_0.0123456789abcdef.distcp").write_bytes(b"x")
-    with make() as ckpt:
-        ckpt.restore(state())
-        ckpt.save(7, state(7))
-    assert steps_of(ckpt) == [5, 6, 7]
-    assert not list(left.glob("*.distcp"))
-
-
 def test_the_result_of_a_validation_decides_what_is_kept_and_none_is_deleted_before(
     make: Make, train: Train
 ):
