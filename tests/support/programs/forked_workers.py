@@ -9,6 +9,7 @@ of Ray itself, which are read when ray is imported, is started as Ray does it.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -140,6 +141,8 @@ def preload() -> None:
     for name in (*PRELOADED, *(OF_RAY_TRAIN if with_train else ())):
         __import__(name)
     ray.actor.ActorClassID = original
+    # Else each fork looks through all that when it collects garbage, and copies its pages.
+    gc.freeze()
 
 
 def become(order: dict[str, Any]) -> None:

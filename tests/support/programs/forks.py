@@ -7,6 +7,7 @@ with is the same.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -217,6 +218,8 @@ def run_line(line: list[str]) -> None:
 if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
+    # Else each fork looks through all that when it collects garbage, and copies its pages.
+    gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         line = serve(orders)
     if line is not None:
