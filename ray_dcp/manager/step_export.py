@@ -25,11 +25,15 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.events import Event, contained, emit
 from ray_dcp.exporting import ExportFormat, export, float_dtype
+from ray_dcp.format.manifest import slot_of
+from ray_dcp.format.names import SHARED_FOLDER
+from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.manager.background import Background
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.policies import SaveFacts, SavePolicy, asks_only_the_step, check_save_policy
 from ray_dcp.manager.settings import Settings
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import place_below
 
 logger = logging.getLogger(__name__)
@@ -111,8 +115,8 @@ class StepExporter:
         chosen: What is exported.
 
     Raises:
-        InvalidRequestError: `chosen` is no `StepExport`, the manager saves nothing, or the item
-            that is to be exported is none of the manager's.
+        InvalidRequestError: `chosen` is no `StepExport`, the manager saves nothing, the item that
+            is to be exported is none of the manager's, or the exports would replace the steps.
     """
 
     def __init__(self, root: Root, settings: Settings, chosen: StepExport) -> None:
@@ -130,6 +134,17 @@ class StepExporter:
                 f"StepExport.item must be one of {', '.join(map(repr, settings.items))}, but is "
                 f"{chosen.item!r}",
                 key="item",
+            )
+        storage = root.storage
+        if (
+            chosen.format not in _SUFFIXES
+            and isinstance(storage, LocalStorage)
+            and os.path.realpath(chosen.path) == os.path.realpath(storage.url)
+        ):
+            raise InvalidRequestError(
+                f"StepExport.path must be a folder of its own, but {chosen.path} has the steps of "
+                f"the run itself, which the exports would replace",
+                key="path",
             )
         self._root = root
         self._settings = settings
@@ -236,6 +251,11 @@ class StepExporter:
 def _export_step(place: Target, target: Path, **how: Any) -> None:
     """Exports a checkpoint, and puts the result where an earlier one may be. Runs in a process."""
     work = target.parent / _WORK
+    if _holds_checkpoint(target, how["format"]):
+        sys.exit(
+            f"{target} holds a checkpoint, which an export never replaces; choose another "
+            f"StepExport.path"
+        )
     # Why: an export whose process was killed leaves it.
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -248,3 +268,14 @@ def _export_step(place: Target, target: Path, **how: Any) -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _holds_checkpoint(target: Path, form: ExportFormat) -> bool:
+    """Returns whether a folder holds a checkpoint that was saved, and not exported, to it."""
+    if not target.is_dir():
+        return False
+    if (target.parent / SHARED_FOLDER).is_dir():
+        return True
+    # Why not for "dcp": what it exports is a checkpoint, too.
+    names = os.listdir(target) if form != "dcp" else []
+    return any(name == METADATA_KEY or slot_of(name) is not None for name in names)

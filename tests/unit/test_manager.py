@@ -609,6 +609,26 @@ def test_a_run_that_goes_on_exports_what_the_end_of_the_last_one_prevented(tmp_p
     assert load_file(file).keys() == {"model.a", "model.n"}
 
 
+def test_an_export_takes_the_place_of_no_checkpoint(tmp_path, heard):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for folder in (tmp_path / "run", tmp_path / "link"):
+        chosen = StepExport(path=folder, policy=EverySteps(1))
+        with pytest.raises(errors.InvalidRequestError, match="the steps of the run itself"):
+            exporting(tmp_path, export=chosen)
+    (tmp_path / "stock" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "stock" / "step-00000001" / ".metadata").touch()
+    with CheckpointManager(tmp_path / "other", 1, chkpt_on_preemption=False) as manager:
+        manager.save(1, exported_state(1))
+    for folder, how in (("stock", "hf"), ("other", "hf"), ("other", "dcp")):
+        before = files_of(tmp_path / folder / "step-00000001")
+        chosen = StepExport(path=tmp_path / folder, policy=EverySteps(1), format=how)
+        with exporting(tmp_path, export=chosen, order="any") as manager:
+            manager.save(1, exported_state(1))
+        assert files_of(tmp_path / folder / "step-00000001") == before
+        assert "holds a checkpoint" in heard.pop().error
+    assert heard == []
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
