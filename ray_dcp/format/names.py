@@ -140,7 +140,8 @@ class StepNames:
         also: Further patterns of folders that are read.
 
     Raises:
-        InvalidRequestError: A pattern is invalid, or two patterns match the same names.
+        InvalidRequestError: A pattern is invalid, or that of the folders that are written ends with
+            digits of its own.
 
     Examples:
         >>> names = StepNames(also=("{step}", "global_step{step}"))
@@ -162,6 +163,14 @@ class StepNames:
                 key="also_read",
             )
         readers = tuple(_reader(pattern) for pattern in (self.pattern, *self.also))
+        # Why: `load_newest` and RUN@STEP would take them for the step.
+        if self.pattern[-1].isdecimal():
+            raise InvalidRequestError(
+                f"a name of step folders must have no digits at its end but those of the step, "
+                f"but is {self.pattern!r}; write them before it, and read what is there already by "
+                f"also_read=({self.pattern!r},)",
+                key="step_name",
+            )
         object.__setattr__(self, "_readers", readers)
 
     def name_of(self, step: int) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -255,8 +256,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
+            InvalidRequestError: The step is no integer from 0.
         """
-        catalogue = self._writer.look()
+        step, catalogue = self._number(step), self._writer.look()
         (found,) = candidates(step, catalogue, self._settings.kept, self.path)
         return SavedStep(
             step=step,
@@ -283,8 +285,10 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: The step is not committed, or is being deleted.
+            InvalidRequestError: The step is no integer from 0.
             StorageError: The lease could not be written.
         """
+        step = self._number(step)
         with ReaderLease(self._root, step, lease_s=self._settings.lease_s) as lease:
             if lease.unsure:
                 warnings.warn(lease.unsure, UserWarning, stacklevel=3)
@@ -530,10 +534,12 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
-            InvalidRequestError: Another program wrote the step, or it is being saved.
+            InvalidRequestError: The step is no integer from 0, another program wrote it, or it is
+                being saved.
             CheckpointError: Another process writes to this root, or reads the step.
         """
         self._check_writable()
+        step = self._number(step)
         self._actions.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
 
     def rewind(self, step: int) -> list[int]:
@@ -549,6 +555,7 @@ class CheckpointManager:
             CheckpointError: As `delete`; steps that were not yet deleted remain.
         """
         self._check_writable()
+        step = self._number(step)
         gone: list[int] = self._actions.agree(
             f"rewinding to step {step}", lambda _: self._writer.rewind(step)
         )
@@ -561,10 +568,11 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
-            InvalidRequestError: The tag is invalid.
+            InvalidRequestError: The step or the tag is invalid.
             CheckpointExistsError: Another process writes to this root.
         """
         self._check_writable()
+        step = self._number(step)
         self._actions.agree(
             f"the tag {tag!r} of step {step}",
             lambda _: self._writer.tag(step, tag, remove=remove),
@@ -611,6 +619,14 @@ class CheckpointManager:
                 raise
             # Why only logged: it must not hide the error that ended the block.
             logger.error("%s, when %r was closed: %s", type(failed).__name__, self, failed)
+
+    def _number(self, step: int) -> int:
+        """Returns a step as an int, integers of other libraries included, after checking it."""
+        if not isinstance(step, bool):
+            with suppress(TypeError):
+                step = operator.index(step)
+        self._settings.names.name_of(step)
+        return step
 
     def _check_open(self) -> None:
         self._check_process()

@@ -780,8 +780,8 @@ def check_metrics(
         policy: Policy whose `BestN` metrics are required.
 
     Raises:
-        InvalidRequestError: A metric is not a number; or one that the policy ranks by is missing
-            or NaN.
+        InvalidRequestError: `metrics` is no mapping; a metric is not a number; or one that the
+            policy ranks by is missing or NaN.
 
     Examples:
         >>> check_metrics({"loss": 1}, BestN(2, "loss"))
@@ -791,6 +791,10 @@ def check_metrics(
         ...
         ray_dcp.errors.InvalidRequestError: BestN(n=2, metric='loss', mode='min') ranks by ...
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise InvalidRequestError(
+            f"metrics must be a dict of names to numbers, but is {metrics!r}", key="metrics"
+        )
     found: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not name:
@@ -799,7 +803,7 @@ def check_metrics(
             )
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidRequestError(
                 f"the metric {name!r} must be a number, but is {value!r}", key=name
             ) from error

@@ -307,6 +307,11 @@ class Writer:
         self.take_lease()
         metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
+        # Why: a text would be taken for a tag per letter.
+        if isinstance(tags, str) or not isinstance(tags, Collection):
+            raise InvalidRequestError(
+                f"tags must be a list of texts, as ['release'], but is {tags!r}", key="tags"
+            )
         tags = frozenset(check_tag(tag) for tag in tags)
         if self._had_no_room is not None:
             with self.lock:

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 import torch
@@ -134,6 +135,30 @@ def test_what_is_no_step_is_refused(manage, step):
         manager.should_save(step)
 
 
+@pytest.mark.parametrize("step", [-1, 20.0, True, "20", None])
+def test_what_is_no_step_changes_none(manage, step):
+    manager = manage(1)
+    for saved in (1, 20, 30):
+        manager.save(saved, state(saved))
+    for call in (
+        manager.delete,
+        manager.rewind,
+        manager.step_info,
+        lambda step: manager.tag(step, "kept"),
+        lambda step: manager.reading(step).__enter__(),
+    ):
+        with pytest.raises(errors.InvalidRequestError, match="must be a whole number"):
+            call(step)
+    assert manager.all_steps() == [1, 20, 30]
+
+
+def test_steps_of_numpy_are_found(manage):
+    manager = manage(max_to_keep=1)
+    manager.save(10, state(10))
+    manager.tag(np.int64(10), "kept")
+    assert manager.step_info(np.int64(10)).tags == {"kept"}
+
+
 def test_a_repeated_step_is_refused_and_replace_saves_over_it(manage):
     manager = manage()
     manager.save(10, state(10), metrics={"loss": 1})
@@ -175,7 +200,8 @@ def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_sav
     [
         {"metadata": {"a": (1, 2)}}, {"metadata": {1: 2}}, {"metadata": {"a": torch.ones(1)}},
         {"metadata": [1]}, {"tags": ["no/slash"]}, {"tags": [""]}, {"tags": [3]},
-        {"metrics": {"loss": "low"}}, {"metrics": {}},
+        {"tags": "kept"}, {"tags": None}, {"tags": 5}, {"metrics": [("loss", 1.0)]},
+        {"metrics": {"loss": "low"}}, {"metrics": {"loss": 10**400}}, {"metrics": {}},
     ],
     ids=repr,
 )  # fmt: skip
@@ -201,7 +227,7 @@ def test_what_can_not_be_told_about_a_step_is_refused_before_anything_is_written
         {"items": {}}, {"items": {"a/b": Item()}}, {"items": {"a": SaveOptions()}},
         {"items": {"a": Item()}, "item": Item()}, {"item": SaveOptions()},
         {"step_name": "steps"}, {"step_name": "{step}/{step}"}, {"step_name": "{step}9"},
-        {"also_read": "{step}"}, {"read_only": True},
+        {"step_name": "{step}-v2"}, {"also_read": "{step}"}, {"read_only": True},
     ],
     ids=repr,
 )  # fmt: skip
