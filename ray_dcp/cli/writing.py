@@ -78,7 +78,7 @@ from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, is_full, read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter
-from ray_dcp.view.run_listing import FOREIGN, folders_above, step_of
+from ray_dcp.view.run_listing import FOREIGN, folders_above
 from ray_dcp.view.run_view import StepView, read_run
 from ray_dcp.view.verify import Problem, items_of
 from ray_dcp.view.verify import verify as verify_path
@@ -584,7 +584,7 @@ class _Marks:
         run, _, name = step.path.url.rstrip("/").rpartition("/")
         self._view = step
         self._name = name
-        self._step = step_of(name)
+        self._step = step.step
         self._run = replace(step.path, url=run)
         self._shared = None
         self.tags: tuple[str, ...] = ()
@@ -652,7 +652,7 @@ class _Marks:
         shared.delete([*marks])
         try:
             yield
-        except CheckpointError:
+        except BaseException:
             for key, data in marks.items():
                 shared.write(key, data)
             raise

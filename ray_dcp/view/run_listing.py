@@ -480,6 +480,8 @@ def _look(
             unknown = f"its metrics and items are not known: {error.message}"
             detail = f"{detail}; {unknown}" if detail else unknown
     step = None if is_item else step_of(name)
+    # Why: a manager's folders may have text after the number.
+    step = info.step if step is None and info is not None else step
     # Why: tags and notes are for steps directly in the run.
     number = step if name_in_run and "/" not in name_in_run else None
     attempt = manifest.attempt if manifest else ""

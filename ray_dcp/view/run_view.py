@@ -766,7 +766,7 @@ def _in_its_run(one: ListedCheckpoint) -> ListedCheckpoint:
 def _order(one: ListedCheckpoint) -> tuple[tuple[str, str], bool, int, str]:
     """Returns run and item of a checkpoint, and its place among the steps with these."""
     folder, _, item = one.name.removeprefix(f"{one.run}/").partition("/")
-    number = step_of(folder)
+    number = step_of(folder) if item else one.step
     return (one.run, item), number is None, number or 0, folder
 
 

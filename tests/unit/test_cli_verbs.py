@@ -291,6 +291,18 @@ def test_rm_keeps_tagged_steps_and_takes_all_that_was_told_about_one_along(tmp_p
         assert manager.all_steps() == [2]
 
 
+def test_a_step_with_text_after_its_number_is_found_by_it_and_kept_by_its_tag(tmp_path: Path):
+    with ray_dcp.CheckpointManager(tmp_path, 1, step_name="{step}.ckpt") as manager:
+        for step in (500, 1000):
+            manager.save(step, {"w": torch.full((2,), float(step))})
+        manager.tag(500, "pinned")
+    run = ray_dcp.open_run(tmp_path)
+    assert [(step.step, step.tags) for step in run] == [(500, ("pinned",)), (1000, ())]
+    assert run["latest"]["w"][...].tolist() == run[1000]["w"][...].tolist() == [1000, 1000]
+    for place in (f"{tmp_path}@500", tmp_path / "500.ckpt"):
+        assert "has the tag pinned" in refused("rm", place, "--yes")
+
+
 def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items_which_go_with_it(
     tmp_path: Path,
 ):
@@ -471,11 +483,11 @@ def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
     assert (step.tags, dict(step.metrics)) == (("good",), {"loss": 1.0})
 
 
+@pytest.mark.parametrize("refused", [StorageError("the disk is read-only"), KeyboardInterrupt()])
 def test_a_deletion_that_fails_gives_the_tags_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: BaseException
 ) -> None:
     saved(tmp_path, tags=["good"])
-    refused = StorageError("the disk is read-only")
     interpose(monkeypatch, LocalStorage, "write", "*/manifest-*", refused, times=None)
     assert invoke("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
     assert step_1(tmp_path).tags == ("good",)
