@@ -43,7 +43,7 @@ from ray_dcp.errors import (
 from ray_dcp.exporting import check_space, float_dtype, still_there
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reader import read_item
-from ray_dcp.options import SaveOptions, check_above_0
+from ray_dcp.options import SaveOptions, check_above_0, check_patterns
 from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.copying import check_free
 from ray_dcp.runtime.discovery import current_session
@@ -234,8 +234,8 @@ def plan_average(
             f"{sources!r}",
             key="sources",
         )
-    if isinstance(keys, str):
-        raise InvalidRequestError(f"keys must be a list of patterns: [{keys!r}]", key="keys")
+    if keys is not None:
+        check_patterns(keys, "keys")
     cast = float_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
     numbers = _checked_weights(weights, len(sources))
     target = open_storage(out)

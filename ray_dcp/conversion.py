@@ -45,7 +45,7 @@ from ray_dcp.io.checkpoint import (
 )
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.loading import load
-from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
+from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns
 from ray_dcp.saving import CheckpointId, save, text_of
 from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
@@ -128,8 +128,10 @@ def chosen(
         dtype: New dtype of floating-point tensors; unchanged if None.
 
     Raises:
-        InvalidRequestError: No name is selected, or two values get the same name.
+        InvalidRequestError: No name is selected, two values get the same name, or `include` is no
+            list of texts.
     """
+    check_patterns(include, "include")
     rename = renamer(key_map) if key_map is not None else None
     kept: dict[str, Selected] = {}
     for each in stored:
@@ -739,6 +741,7 @@ def torch_save_to_dcp(
         CheckpointError: As `save` does.
     """
     # Source: `torch/distributed/checkpoint/format_utils.py`, `torch_save_to_dcp`.
+    check_patterns(include, "include")
     state = load_torch_file(torch_save_path, weights_only=weights_only)
     if not isinstance(state, Mapping):
         raise StateDictError(

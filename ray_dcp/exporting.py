@@ -28,11 +28,11 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.io.checkpoint import what_became_of
-from ray_dcp.options import KeyMap, SaveOptions
+from ray_dcp.options import KeyMap, SaveOptions, check_patterns
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, is_copied, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.standing import target_of, write_metadata
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.local import LocalStorage, publish
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError
@@ -85,6 +85,7 @@ def plan_export(
             f"format must be one of {', '.join(get_args(ExportFormat))}, but is {format!r}",
             key="format",
         )
+    check_patterns(include, "include")
     cast = float_dtype(dtype)
     view = source if isinstance(source, CheckpointView) else read_view(source)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
@@ -148,7 +149,7 @@ def export(
         The plan that was carried out, with the names that were left out.
 
     Raises:
-        InvalidRequestError: Nothing matches, or the target exists.
+        InvalidRequestError: Nothing matches, an argument is invalid, or the target exists.
         UnsupportedValueError: The format lacks a dtype.
         StorageError: There is not enough space (checked before anything is written), the storage
             failed, or the checkpoint was replaced after the view was opened.
@@ -176,27 +177,29 @@ def export(
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
     choice["key_map"] = names
     with reporting(progress, "exporting", plan.target) as meter, still_there(view):
-        # Why: the conversions open the place again, where another checkpoint may be by now.
-        if (reason := what_became_of(view.storage, view.checkpoint)) is not None:
-            raise reason
-        if format == "torch":
-            dcp_to_torch_save(place, path, **choice, progress=meter)
-        elif format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
+        # Why: it may have been replaced long before.
+        _check_stands(view)
+        if format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
             copy(view, path, progress=meter)
             if not (path / ".metadata").exists():
                 write_metadata(path)
         elif format == "dcp":
-            _rewrite(place, path, choice, meter=meter)
+            _rewrite(view, place, path, choice, meter=meter)
         else:
             with _beside(path) as temporary:
-                file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
-                choice |= {"file_bytes": file_bytes, "progress": meter}
-                dcp_to_safetensors(place, temporary, **choice)
                 made = temporary
+                if format == "torch":
+                    made = temporary / path.name
+                    dcp_to_torch_save(place, made, **choice, progress=meter)
+                else:
+                    file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
+                    choice |= {"file_bytes": file_bytes, "progress": meter}
+                    dcp_to_safetensors(place, temporary, **choice)
                 if format == "safetensors":
                     (made,) = temporary.glob("*.safetensors")
+                _check_stands(view)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                made.replace(path)
+                publish(os.fspath(made), os.fspath(path), create=False, sync=True)
     return plan
 
 
@@ -224,10 +227,12 @@ def import_checkpoint(
     Raises:
         CheckpointNotFoundError: The source does not exist.
         CheckpointExistsError: The target has files of a checkpoint.
+        InvalidRequestError: Nothing matches, or an argument is invalid.
         UnsafeCheckpointError: The file would run code.
         StorageError: There is not enough space, or a storage failed.
         CheckpointError: The source can't be read.
     """
+    check_patterns(include, "include")
     check_source(source)
     check_free(open_storage(target))
     path = Path(source)
@@ -243,13 +248,13 @@ def import_checkpoint(
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
                 try:
-                    _rewrite(folder, target, choice, options, meter=meter)
+                    _rewrite(read_view(folder), folder, target, choice, options, meter=meter)
                 except CheckpointError as error:
                     if error.checkpoint_id == folder:
                         error.checkpoint_id = os.fspath(source)
                     raise
         else:
-            _rewrite(source, target, choice, options, meter=meter)
+            _rewrite(read_view(source), source, target, choice, options, meter=meter)
 
 
 def copy(
@@ -291,6 +296,19 @@ def copy(
             with _items_copied(view, place, meter):
                 copy_checkpoint(view.storage, plan, place, meter=meter)
     return read_view(target)
+
+
+def _check_stands(view: CheckpointView) -> None:
+    """Checks that a view's checkpoint is still that of its place.
+
+    Conversions open the place again, and make sure that all their loads read one checkpoint. If
+    that of the view stands after a conversion, the conversion has read it.
+
+    Raises:
+        CheckpointError: It was replaced or deleted.
+    """
+    if (reason := what_became_of(view.storage, view.checkpoint)) is not None:
+        raise reason
 
 
 @contextmanager
@@ -430,6 +448,7 @@ def _is_copy(
 
 
 def _rewrite(
+    view: CheckpointView,
     source: AnyPlace,
     target: AnyPlace,
     choice: Mapping[str, Any],
@@ -440,7 +459,6 @@ def _rewrite(
     """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
     from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
 
-    view = read_view(source)
     storage = open_storage(target)
     local = isinstance(storage, LocalStorage)
     total = sum(info.num_bytes for info in view.tensors.values())
@@ -460,6 +478,7 @@ def _rewrite(
             )
         )
         dcp_to_torch_save(source, made, **choice, progress=meter)
+        _check_stands(view)
         torch_save_to_dcp(made, target, weights_only=True, options=options, progress=meter)
 
 

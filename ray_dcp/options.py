@@ -1,13 +1,14 @@
 """`SaveOptions` and `LoadOptions`: frozen dataclasses that validate themselves.
 
 The environment sets no option. Entry points and the CLI build one of these values and pass it on
-unchanged. `check_whole`, `check_above_0` and `check_wait` check numbers that users pass.
+unchanged. `check_whole`, `check_above_0` and `check_wait` check numbers that users pass, and
+`check_patterns` patterns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
@@ -15,6 +16,23 @@ from ray_dcp.errors import InvalidRequestError
 
 LONGEST_S = 10 * 365 * 24 * 3600
 """The longest wait that is accepted, in seconds."""
+
+
+def check_patterns(patterns: object, name: str) -> None:
+    """Checks that patterns are a list of texts. A text would be a pattern per letter.
+
+    Args:
+        patterns: The argument that the user passed.
+        name: Name of the argument.
+
+    Raises:
+        InvalidRequestError: They are not.
+    """
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, (str, bytes))
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidRequestError(
+            f"{name} must be a list of patterns, as ['model.*'], but is {patterns!r}", key=name
+        )
 
 
 def check_whole(value: object, name: str, least: int = 0) -> int:

@@ -216,6 +216,41 @@ def test_a_view_of_what_was_replaced_exports_nothing_else(tmp_path: Path, kind: 
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_is_replaced_before_it_is_opened_again_is_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    source = checkpoints.save(tmp_path / "source")
+    stored_in, seen = conversion.stored_in, list[bool]()
+
+    def opened(*args: Any) -> Any:
+        if not seen:
+            seen.append(True)
+            ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=source)
+        return stored_in(*args)
+
+    monkeypatch.setattr(conversion, "stored_in", opened)
+    with pytest.raises(StorageError, match="replaced"):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.w*"])
+    assert seen
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("wrong", ["model.w", None, 5, [5]])
+def test_patterns_that_are_no_list_of_texts_are_refused(tmp_path: Path, wrong: Any):
+    source = checkpoints.save(tmp_path / "source")
+    for call in (
+        lambda: ray_dcp.export(source, tmp_path / "w.pt", "torch", include=wrong),
+        lambda: ray_dcp.import_checkpoint(source, tmp_path / "new", include=wrong),
+        lambda: ray_dcp.read_state_dict(source, include=wrong),
+        lambda: ray_dcp.dcp_to_torch_save(source, tmp_path / "w.pt", include=wrong),
+        lambda: ray_dcp.average([source], tmp_path / "new", keys=wrong or 5),
+    ):
+        with pytest.raises(InvalidRequestError, match="must be a list of patterns"):
+            call()
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
 def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):
     from safetensors.torch import save_file
 
