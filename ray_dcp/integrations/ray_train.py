@@ -24,6 +24,7 @@ always remains, as in every run.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 
+import numpy as np
 import ray
 import torch
 
@@ -253,15 +255,19 @@ def reported_folders() -> dict[str, ReportedStep]:
     }
 
 
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+"""*Why* scalars of NumPy: `np.float32` is no `float`."""
+
+
 def check_metrics(metrics: object) -> dict[str, Any]:
-    """Returns metrics as Ray Train accepts them: tensors of one element become numbers.
+    """Returns metrics as Ray Train accepts them: tensors and arrays of one element become numbers.
 
     Raises:
-        InvalidRequestError: `metrics` is not a dict, or a tensor has several elements.
+        InvalidRequestError: `metrics` is not a dict, or a tensor or array has several elements.
 
     Examples:
-        >>> check_metrics({"loss": torch.tensor(0.5), "phase": "warmup"})
-        {'loss': 0.5, 'phase': 'warmup'}
+        >>> check_metrics({"loss": torch.tensor(0.5), "n": np.float32(2), "phase": "warmup"})
+        {'loss': 0.5, 'n': 2.0, 'phase': 'warmup'}
     """
     if metrics is None:
         return {}
@@ -271,8 +277,8 @@ def check_metrics(metrics: object) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     for name, value in metrics.items():
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
+        if isinstance(value, _ARRAYS):
+            if math.prod(value.shape) != 1:
                 raise InvalidRequestError(
                     f"metric {name!r} is a tensor of {tuple(value.shape)}; Ray Train takes "
                     f"numbers: give its mean(), or put it into the state",
@@ -284,15 +290,19 @@ def check_metrics(metrics: object) -> dict[str, Any]:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numeric metrics.
+    """Returns the numeric metrics, those in tensors and arrays of one element included.
 
     Examples:
-        >>> numbers_in({"loss": 1, "phase": "warmup", "done": True})
-        {'loss': 1.0}
+        >>> numbers_in({"loss": 1, "acc": np.float32(0.5), "phase": "warmup", "done": True})
+        {'loss': 1.0, 'acc': 0.5}
     """
+    plain = {
+        name: value.item() if isinstance(value, _ARRAYS) and math.prod(value.shape) == 1 else value
+        for name, value in metrics.items()
+    }
     return {
         name: float(value)
-        for name, value in metrics.items()
+        for name, value in plain.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 

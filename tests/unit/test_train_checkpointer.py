@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -504,7 +505,14 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
 def test_metrics_become_numbers_and_what_can_not_is_named():
     assert ray_train.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
     assert ray_train.check_metrics(None) == {}
-    for wrong, told in (({"grad": torch.ones(2)}, "'grad' is a tensor of"), ([1], "dict")):
+    given = {"loss": np.float32(2), "n": np.int64(1), "acc": np.array([0.5]), "done": np.True_}
+    for found in (given, ray_train.check_metrics(given)):
+        assert ray_train.numbers_in(found) == {"loss": 2.0, "n": 1.0, "acc": 0.5}
+    for wrong, told in (
+        ({"grad": torch.ones(2)}, "'grad' is a tensor of"),
+        ({"grad": np.ones(2)}, "'grad' is a tensor of"),
+        ([1], "dict"),
+    ):
         with pytest.raises(InvalidRequestError, match=told):
             ray_train.check_metrics(wrong)
 
