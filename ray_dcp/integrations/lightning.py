@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -132,9 +131,10 @@ class RayDcpCheckpointIO(CheckpointIO):
             CheckpointError: The checkpoint could not be removed.
         """
         self._raise_failures(wait=True)
-        target = target_of(path, None)
-        place = PurePath(target.url)
-        remove_folder(Root(Target(str(place.parent))), place.name)
+        parent, _, name = target_of(path, None).url.rstrip("/").rpartition("/")
+        # Why: of "memory://name" and "/name", that leaves less than the place above them.
+        parent += "/" if not parent or parent.endswith("/") else ""
+        remove_folder(Root(Target(parent)), name)
 
     def teardown(self) -> None:
         """Waits for background saves.

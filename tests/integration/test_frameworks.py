@@ -73,6 +73,17 @@ def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(tmp_path):
         io.load_checkpoint(tmp_path / "c")
 
 
+@pytest.mark.parametrize("place", ["memory://lightning", "memory://fit/epoch=1.ckpt", "file"])
+def test_a_lightning_checkpoint_at_a_url_is_removed(tmp_path, place):
+    from ray_dcp.integrations.lightning import RayDcpCheckpointIO
+
+    io, path = RayDcpCheckpointIO(), f"file://{tmp_path}/c/" if place == "file" else place
+    io.save_checkpoint({"epoch": 3}, path)
+    io.remove_checkpoint(path)
+    with pytest.raises(CheckpointNotFoundError):
+        io.load_checkpoint(path)
+
+
 # --- Hugging Face -------------------------------------------------------------------------------
 
 
