@@ -44,6 +44,7 @@ from ray_dcp.runtime.tasks import (
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
 from ray_dcp.view.progress import Meter, uncounted
+from ray_dcp.view.run_listing import needed_lengths
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
@@ -83,13 +84,14 @@ def plan_copy(storage: Storage, checkpoint: Checkpoint) -> CopyPlan:
         checkpoint: As opened.
 
     Raises:
-        DamagedCheckpointError: A file is missing or has another length.
+        DamagedCheckpointError: A file is missing, has another length, or, where ray_dcp did not
+            write it, is too short.
         StorageError: The storage can't be read.
     """
     found = {entry.key: entry.num_bytes for entry in storage.list()}
     manifest, attempt = checkpoint.manifest, checkpoint.attempt
     if manifest is None or attempt is None:
-        files = _checked(dict.fromkeys(checkpoint.table.files), found)
+        files = _checked(needed_lengths(checkpoint.table), found, is_least=True)
         index = [key for key in found if key.endswith(".index.json") and "/" not in key]
         end = [METADATA_KEY] if checkpoint.kind == "stock" else index
         return CopyPlan(checkpoint, files, (), tuple((key, found[key]) for key in end))
@@ -173,13 +175,16 @@ def check_free(target: Storage) -> None:
 
 
 def _checked(
-    expected: dict[str, int | None] | dict[str, int], found: dict[str, int]
+    expected: dict[str, int], found: dict[str, int], *, is_least: bool = False
 ) -> tuple[tuple[str, int], ...]:
+    """Returns the files with their lengths, which are those expected, or at least those."""
     for key, num_bytes in expected.items():
-        if found.get(key) is None or num_bytes not in (None, found[key]):
-            what = "it is missing" if key not in found else f"it has {found[key]} bytes"
+        there = found.get(key, -1)
+        if there < num_bytes or (there > num_bytes and not is_least):
+            what = "it is missing" if key not in found else f"it has {there} bytes"
             raise DamagedCheckpointError(
-                f"expected {key} with {num_bytes or 'its'} bytes, but {what}; copy another step",
+                f"expected {key} with {'at least ' * is_least}{num_bytes} bytes, but {what}; copy "
+                f"another step",
                 key=key,
             )
     return tuple((key, found[key]) for key in expected)

@@ -22,6 +22,7 @@ import numpy as np
 
 from ray_dcp.commit_protocol.attempts import attempts_of
 from ray_dcp.core.processes import collector_paused, run_tasks
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
@@ -245,14 +246,18 @@ def wrong_lengths(storage: Storage, checkpoint: Checkpoint) -> list[str]:
     files = {entry.key: entry.num_bytes for entry in storage.list()}
     if checkpoint.manifest is not None:
         return _wrong(files, checkpoint.manifest)
-    table = checkpoint.table
-    ends = np.zeros(len(table.files), np.int64)
-    np.maximum.at(ends, table.file, table.item_offset + table.item_bytes)
     return [
         f"{key} has {files[key]} bytes, and needs {end}" if key in files else f"{key} is missing"
-        for key, end in zip(table.files, ends.tolist(), strict=True)
+        for key, end in needed_lengths(checkpoint.table).items()
         if files.get(key, -1) < end
     ]
+
+
+def needed_lengths(table: ChunkTable) -> dict[str, int]:
+    """Returns the length that each file has at least, by the places of what it holds."""
+    ends = np.zeros(len(table.files), np.int64)
+    np.maximum.at(ends, table.file, table.item_offset + table.item_bytes)
+    return dict(zip(table.files, ends.tolist(), strict=True))
 
 
 def _wrong(files: Mapping[str, int], manifest: Manifest) -> list[str]:

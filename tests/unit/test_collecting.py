@@ -365,6 +365,17 @@ def test_a_stock_checkpoint_that_came_after_a_delete_loads_and_is_listed(tmp_pat
     assert names(LocalStorage(tmp_path)) == needed(LocalStorage(tmp_path))
 
 
+def test_a_dry_run_leaves_it_to_others_to_publish_metadata(place):
+    saved(place.url)
+    place.delete([".metadata"])
+    before = names(place)
+    collect(place.url, dry_run=True)
+    collect(place.url, abort_unfinished=True, dry_run=True)
+    assert names(place) == before
+    collect(place.url)
+    assert names(place) == {*before, ".metadata"}
+
+
 def test_a_dry_run_tells_and_changes_nothing(place):
     saved(place.url)
     stopped_before(place.url, CreateRecord)

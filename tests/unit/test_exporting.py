@@ -208,6 +208,26 @@ def test_an_export_that_is_interrupted_or_whose_source_is_replaced_leaves_nothin
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_import_that_does_not_fit_the_disk_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    source = checkpoints.save(tmp_path / "source")
+    if kind == "torch":
+        ray_dcp.export(source, tmp_path / "w.pt", "torch")
+    elif kind == "safetensors":
+        ray_dcp.export(source, tmp_path / "w.safetensors")
+    names = {"torch": "w.pt", "safetensors": "w.safetensors"}
+    before = sorted(tmp_path.iterdir())
+    usage = shutil.disk_usage(tmp_path)
+    # The state takes 2.4 MB; what is no file of torch is on the disk twice meanwhile.
+    free = 2_000_000 if kind == "torch" else 4_000_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    with pytest.raises(StorageError, match=r"are free; nothing was written"):
+        ray_dcp.import_checkpoint(tmp_path / names.get(kind, "source"), tmp_path / "new")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_view_of_what_was_replaced_exports_nothing_else(tmp_path: Path, kind: str):
     view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
     ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "source")
@@ -364,6 +384,17 @@ def test_a_copy_of_what_others_wrote_replaces_no_metadata_that_came_meanwhile(
     with pytest.raises(CheckpointExistsError, match=r"somebody else created \.metadata"):
         ray_dcp.copy(source, tmp_path / "copy")
     assert theirs.read_bytes() == b"of another program"
+
+
+@pytest.mark.parametrize("damage", [os.remove, lambda file: os.truncate(file, 1000)])
+def test_a_copy_of_what_others_wrote_is_refused_where_a_file_lacks_bytes(
+    tmp_path: Path, damage: Callable[[Path], None]
+):
+    source = checkpoints.save_stock(tmp_path / "stock")
+    damage(checkpoints.data_file(source))
+    with pytest.raises(DamagedCheckpointError, match=r"expected __0_0\.distcp with .*copy another"):
+        ray_dcp.copy(source, tmp_path / "copy")
+    assert [p.name for p in tmp_path.iterdir()] == ["stock"]
 
 
 def test_a_copy_whose_metadata_can_not_be_written_stands(tmp_path: Path):
