@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from ray_dcp import saving
 from ray_dcp.commit_protocol.commands import ShareReads
 from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Listen, Offer, SharedReads, Use
 from ray_dcp.commit_protocol.messages import (
@@ -19,16 +20,26 @@ from ray_dcp.commit_protocol.messages import (
     OpKey,
     ReadCounts,
 )
-from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.errors import (
+    LimitError,
+    ParticipantError,
+    SaveCancelledError,
+    StorageError,
+    UnsafeCheckpointError,
+)
 from ray_dcp.io import shared_read
 from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.runtime.coordinator import SharedReadDispatch
+from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.shared_reads import RayTransport
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.storage import MemoryStorage
+from tests.support.arrays import ArrayWork
 from tests.support.protocol import KEY, Play
-from tests.support.threads import Board, ThreadExchange
+from tests.support.threads import Board, ThreadExchange, run_as_ranks
+from tests.support.world import load_ranks, save
 from tests.unit.test_protocol_load import to_planning
 
 MIB = 1 << 20
@@ -298,3 +309,41 @@ def test_shared_reads_fail_without_a_thread_that_hears_of_them(no_threads):
 
     with pytest.raises(LimitError, match="start a thread"):
         RayTransport(out_of_reach, KEY, 0).enter(one_share(0, 2), lambda unit: None)
+
+
+class Peers:
+    """The other ranks of a load, which are threads; a part of `RayPeers`."""
+
+    node = "n"
+
+    def __init__(self) -> None:
+        self.board = Board()
+
+    def exchange(self, key: OpKey, rank: int, check: object) -> ThreadExchange:
+        return ThreadExchange(self.board, rank)
+
+    def budget_bytes(self, ranks_here: int) -> int:
+        return 1
+
+
+def test_a_rank_that_can_not_load_keeps_nobody_waiting_for_what_it_would_read(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shared_read, "SHARE_TIMEOUT_S", 3600.0)
+    state = {"rep.w": np.arange(40 * MIB, dtype=np.uint8), "note": {"text": "hello"}}
+    save(state, 1, str(tmp_path))
+    options = LoadOptions(share_reads=True, read_timeout_s=10.0)
+    ranks, works = load_ranks(state, 2, str(tmp_path), options=options, peers=Peers())
+    place = ArrayWork._place
+
+    def refuse(work: ArrayWork, name: str, data: bytes) -> None:
+        if work is works[0]:
+            raise UnsafeCheckpointError("no such object on this rank")
+        place(work, name, data)
+
+    monkeypatch.setattr(ArrayWork, "_place", refuse)
+    ended = run_as_ranks(
+        lambda rank: drive(ranks[rank], saving.current_session(None, False).call), 2
+    )
+    assert [type(error) for error in ended] == [UnsafeCheckpointError] * 2
+    assert works[1].finished
