@@ -677,11 +677,14 @@ class CollectiveActions:
             )
         check_options(options, LoadOptions)
         with ExitStack() as leases:
+            # Why here: the thread that decides may begin after the caller has left.
+            left = threading.Event()
+            leases.callback(left.set)
 
             def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
                 return [
                     (one.step, one.name, {} if one.info is None else dict(one.info.items))
-                    for one in self._chosen(wanted, leases)
+                    for one in self._chosen(wanted, leases, left)
                 ]
 
             told = self.agree(f"which step is {wanted!r}", decide)
@@ -707,17 +710,21 @@ class CollectiveActions:
             skipped=tuple(skipped),
         )
 
-    def _chosen(self, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
-        """Returns the steps to try, after protecting the first one from deletion. On rank 0."""
-        left = threading.Event()
-        leases.callback(left.set)
+    def _chosen(self, wanted: Wanted, leases: ExitStack, left: threading.Event) -> list[StepFound]:
+        """Returns the steps to try, after protecting the first one from deletion. On rank 0.
+
+        Args:
+            wanted: The requested step.
+            leases: Gets the lease.
+            left: Set when the caller has stopped waiting.
+        """
         for _ in range(MOST_LOOKS):
             found = candidates(wanted, self.writer.look(), self.settings.kept, self.root.url)
             first = found[0]
             lease = ReaderLease(self.root, first.step, lease_s=self.settings.lease_s)
             try:
                 leases.enter_context(lease)
-                if left.is_set():  # The caller has stopped waiting.
+                if left.is_set():
                     leases.close()
                 if lease.unsure:
                     logger.warning("%s", lease.unsure)

@@ -424,8 +424,8 @@ class ReaderLease:
 
     def __enter__(self) -> ReaderLease:
         storage = self._root.shared
-        storage.write(self._key, self._holder.encode())
         try:
+            storage.write(self._key, self._holder.encode())
             reason = f"step {self._step} is read by {self._holder}"
             self.unsure = self._root.fence(reason, self._step)
             if storage.traits.shared:
@@ -438,10 +438,12 @@ class ReaderLease:
     def __exit__(self, *_: object) -> None:
         if not self._process.is_this:
             return  # A forked child leaves the block, while its parent reads on.
-        self._stop()
-        # Suppressed: a lease that stays expires with its process.
-        with suppress(CheckpointError):
-            self._root.shared.delete([self._key])
+        try:
+            self._stop()
+        finally:
+            # Suppressed: a lease that stays expires with its process.
+            with suppress(CheckpointError):
+                self._root.shared.delete([self._key])
 
     def _beat(self, number: int) -> None:
         self._root.shared.write(self._key, self._holder.encode(number))

@@ -600,13 +600,14 @@ class CheckpointManager:
                 self._exporter.close()
                 # Why again: retention could not delete a step while it was exported.
                 self._writer.remover.drain(DRAIN_S)
-            self._closed = True
-            _open.discard(self)
             self._preemption.stop()
             try:
                 in_time(CLOSE_S, f"closing {self!r}", self._writer.close)
             except StorageError as error:
                 logger.warning("%s", error)
+            # Why last: the lease of a close that is interrupted is released by the next call.
+            self._closed = True
+            _open.discard(self)
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -676,7 +676,7 @@ class Writer:
         """
         if step in self.pending:
             raise InvalidRequestError(
-                f"step {step} is being saved; join() first, then delete it", step=step
+                f"step {step} is being saved; wait for it with join() first", step=step
             )
         found = self.catalogue.steps.get(step)
         if found is None:
@@ -713,8 +713,8 @@ class Writer:
         left = self._deletions.remove_all([going], look_at_marks)
         if going.name in left:
             raise left[going.name] or CheckpointError(
-                f"step {step} of {self.root.url} is being read by another process; delete it when "
-                f"that is over",
+                f"step {step} of {self.root.url} is being read, by this process or another one; "
+                f"delete it when that is over",
                 step=step,
             )
         self._lease.check()

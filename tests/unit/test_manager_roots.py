@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from ray_dcp.manager import (
     CheckpointManager,
     Item,
     LatestN,
+    background,
     leases,
 )
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
@@ -270,6 +272,65 @@ def test_follow_gives_each_new_newest_step_and_keeps_it_meanwhile(tmp_path):
     assert list(reader.follow(newer_than=3, timeout_s=0.0, poll_s=0.0)) == []
     assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
     manager.close()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["write", "beat", "end"])
+def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, when):
+    manager = manager_of(tmp_path)
+    manager.save(1, state(1))
+    write, renewed = LocalStorage.write, leases.renewed
+
+    def write_and_stop(storage, key, *given, **more):
+        write(storage, key, *given, **more)
+        if key.startswith("reading/"):
+            interrupt()
+
+    if when == "write":
+        monkeypatch.setattr(LocalStorage, "write", write_and_stop)
+    elif when == "beat":
+        monkeypatch.setattr(leases, "renewed", interrupt)
+    else:
+        monkeypatch.setattr(leases, "renewed", lambda *given: renewed(*given) and interrupt)
+    with pytest.raises(KeyboardInterrupt), manager.reading(1):
+        pass
+    monkeypatch.undo()
+    assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
+    manager.delete(1)
+
+
+def test_a_restore_whose_caller_has_left_takes_no_lease(tmp_path, monkeypatch):
+    manager = manager_of(tmp_path)
+    manager.save(1, state(1))
+    late: list[Callable[[], object]] = []
+
+    def begin(work: Callable[[], object], _name: str) -> None:
+        late.append(work)
+        interrupt()
+
+    monkeypatch.setattr(background, "begin", begin)
+    with pytest.raises(KeyboardInterrupt):
+        manager.restore("latest", state())
+    monkeypatch.undo()
+    late[0]()
+    assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
+    manager.delete(1)
+
+
+def test_a_manager_whose_close_is_interrupted_is_closed_by_the_next(tmp_path, monkeypatch):
+    manager = manager_of(tmp_path)
+    manager.save(1, state(1))
+    monkeypatch.setattr(background, "begin", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        manager.close()
+    monkeypatch.undo()
+    manager.close()
+    assert list(Path(tmp_path, FOLDER).glob("writer-*.released"))
+    with pytest.raises(errors.InvalidRequestError, match="is closed"):
+        manager.save(2, state(2))
 
 
 # --- deletion -----------------------------------------------------------------------------------
