@@ -277,7 +277,8 @@ def targets_of(
         step: Number of the step.
 
     Raises:
-        InvalidRequestError: The step does not consist of the items that the manager expects.
+        InvalidRequestError: The step does not consist of the items that the manager expects, or
+            `state_dict` is no mapping of items.
     """
     items = settings.named
     if not items and not saved:
@@ -287,6 +288,12 @@ def targets_of(
         named = ", ".join(f"{name!r}: Item()" for name in sorted(saved))
         way_out = f"make the manager with{f' items={{{named}}}' if saved else 'out items='}"
         raise InvalidRequestError(f"step {step} consists of {there}; {way_out}", step=step)
+    if not isinstance(state_dict, Mapping):
+        raise InvalidRequestError(
+            f"state_dict must be a dict with a state for each item to load, but is "
+            f"{type(state_dict).__name__}",
+            key="state_dict",
+        )
     unknown = sorted(map(str, state_dict.keys() - saved.keys()))
     if unknown or not state_dict:
         raise InvalidRequestError(

@@ -434,6 +434,9 @@ def test_items_that_the_manager_or_the_step_lacks_are_told(manage):
     manager.save(1, both(1))
     with pytest.raises(errors.InvalidRequestError, match="has the items model, training"):
         manager.restore(1, {"optimizer": {}})
+    for wrong in (None, [1]):
+        with pytest.raises(errors.InvalidRequestError, match="a state for each item"):
+            manager.restore(1, wrong)
     plain = manage(1)
     with pytest.raises(
         errors.InvalidRequestError, match=r"make the manager with items=\{'model': Item"
