@@ -173,7 +173,8 @@ def export(
         view, target, format, include=include, dtype=dtype, strip_prefix=strip_prefix
     )
     place: Any = plan.source if isinstance(source, CheckpointView) else source
-    path, names = Path(target), _key_map(strip_prefix, plan.left_out)
+    # Why resolved: a folder can't be renamed to a symbolic link.
+    path, names = Path(os.path.realpath(target)), _key_map(strip_prefix, plan.left_out)
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
     choice["key_map"] = names
     with reporting(progress, "exporting", plan.target) as meter, still_there(view):
@@ -427,6 +428,13 @@ def _check_target(plan: ExportPlan) -> None:
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InvalidRequestError(
             f"expected a new or empty directory for {plan.format}, but {path} is neither",
+            key="target",
+        )
+    elif plan.format == "hf" and path.exists() and path.samefile(Path.cwd()):
+        # Why: the export takes its place as a whole.
+        raise InvalidRequestError(
+            f"expected a folder other than the current one for hf, found {plan.target!r}; name a "
+            f"new one in it",
             key="target",
         )
     _check_free_bytes(path, plan.disk_bytes)

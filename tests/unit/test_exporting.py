@@ -167,6 +167,26 @@ def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kin
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_an_export_goes_to_where_the_name_of_its_folder_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    source = checkpoints.save(tmp_path / "source")
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("there")
+    (tmp_path / "dangling").symlink_to("new")
+    monkeypatch.chdir(tmp_path / "here")
+    if kind == "hf":
+        with pytest.raises(InvalidRequestError, match="other than the current one"):
+            ray_dcp.export(source, ".", kind)
+    else:
+        ray_dcp.export(source, ".", kind)
+    for target, made in (("../link", "there"), ("../dangling", "new")):
+        ray_dcp.export(source, target, kind, include=["model.w*"])
+        assert list(ray_dcp.open(tmp_path / made).names) == ["model.weight"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_that_does_not_fit_the_disk_is_said_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
