@@ -57,7 +57,7 @@ class RayDcpCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Restores a step, as configured by `resume`."""
-        if self._resume == "never" or (self._resume == "auto" and not self._manager.all_steps()):
+        if self._resume == "never":
             return
         found = _state_of(state, kwargs)
         try:

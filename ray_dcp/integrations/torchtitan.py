@@ -168,7 +168,13 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         )
 
     def _load(self, step: int = -1) -> bool:
-        steps = self._manager.all_steps()
+        # Why agreed: a rank whose storage shows a step later than others would load alone.
+        steps = agree(
+            session_for(None, False),
+            f"which steps are in {self._folder}",
+            lambda _: self._manager.all_steps(),
+            SaveOptions(),
+        )
         if step == -1 and not steps:
             return self._load_initial()
         # Why: step 0 is a seed checkpoint, of which torchtitan loads the model alone.
