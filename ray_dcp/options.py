@@ -28,8 +28,10 @@ def check_patterns(patterns: object, name: str) -> None:
     Raises:
         InvalidRequestError: They are not.
     """
-    is_list = isinstance(patterns, Collection) and not isinstance(patterns, (str, bytes))
-    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+    given = patterns if isinstance(patterns, Collection) else None
+    if isinstance(given, str) or not (
+        given is not None and all(isinstance(pattern, str) for pattern in given)
+    ):
         raise InvalidRequestError(
             f"{name} must be a list of patterns, as ['model.*'], but is {patterns!r}", key=name
         )

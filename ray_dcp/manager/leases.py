@@ -138,12 +138,13 @@ def _read_holder(storage: Storage, key: str) -> tuple[bytes, LeaseHolder | None]
     return data, _UNREADABLE
 
 
-def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]:
+def renewed(beat: Callable[[int], bool], every_s: float) -> Callable[[], None]:
     """Renews a lease periodically in a thread.
 
     Args:
-        beat: Renews the lease; receives the number of the renewal, from 1. Errors are ignored, as
-            the next renewal follows soon.
+        beat: Renews the lease; receives the number of the renewal, from 1. Returns False if the
+            lease is gone, which ends the renewals. Errors are ignored, as the next renewal follows
+            soon.
         every_s: Interval, in seconds.
 
     Returns:
@@ -159,7 +160,8 @@ def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]
             if over.wait(every_s):
                 return
             with suppress(Exception):
-                beat(number)
+                if not beat(number):
+                    return
 
     def stop() -> None:
         over.set()
@@ -361,8 +363,13 @@ class WriterLease:
         found = (_RIGHT.fullmatch(entry.key) for entry in storage.list("writer-"))
         storage.delete([one[0] for one in found if one and int(one[1]) < self._number])
 
-    def _beat(self, number: int, beat: int) -> None:
-        self._root.shared.write(_name(number, "beat"), str(beat).encode())
+    def _beat(self, number: int, beat: int) -> bool:
+        storage = self._root.shared
+        # Why: a manager that was succeeded, and never closed, would write as long as its process.
+        if read_if_there(storage, _name(number), 0) is None:
+            return False
+        storage.write(_name(number, "beat"), str(beat).encode())
+        return True
 
 
 _LONGEST_RUN_S = 90 * 24 * 3600.0
@@ -445,8 +452,9 @@ class ReaderLease:
             with suppress(CheckpointError):
                 self._root.shared.delete([self._key])
 
-    def _beat(self, number: int) -> None:
+    def _beat(self, number: int) -> bool:
         self._root.shared.write(self._key, self._holder.encode(number))
+        return True
 
 
 class Readers:

@@ -130,6 +130,25 @@ def test_the_later_manager_of_one_process_writes_and_the_earlier_is_told(tmp_pat
     later.close()
 
 
+def test_a_manager_that_was_succeeded_renews_its_lease_no_more(tmp_path):
+    """As each time that a cell of a notebook makes a manager and does not close it."""
+    managers = [manager_of(tmp_path, lease_s=0.3) for _ in range(2)]
+    before = set(threading.enumerate())
+
+    def beats() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return [each for each in new if each.name == "ray_dcp beat"]
+
+    managers[0].save(1, state(1))
+    (first,) = beats()
+    managers[1].save(2, state(2))
+    first.join(30)
+    assert not first.is_alive()
+    assert len(beats()) == 1
+    for manager in managers:
+        manager.close()
+
+
 @pytest.mark.parametrize(
     ("holder", "event", "outcome"),
     [
