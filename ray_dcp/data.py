@@ -439,10 +439,15 @@ class ElasticStream(IterableDataset[Any]):
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self._sources = list(sources)
+        # Why: a text would be a source per letter.
+        self._sources = [] if isinstance(sources, str) else list(sources)
         is_text = all(isinstance(name, str) for name in self._sources)
-        if not is_text or len(set(self._sources)) != len(self._sources):
-            raise InvalidRequestError("sources must be names, each of them once", key="sources")
+        if isinstance(sources, str) or not is_text or len({*self._sources}) != len(self._sources):
+            raise InvalidRequestError(
+                f"sources must be a list of names, each of them once, but is "
+                f"{str(sources)[:200]!r}",
+                key="sources",
+            )
         if not callable(read):
             raise InvalidRequestError(
                 f"read must be a function of a source and a number, but is {read!r}", key="read"

@@ -215,6 +215,7 @@ def stream_of(sources=("a",), reads=read, rank=0):
             "needs snapshot_every_n_steps=",
         ),
         (lambda: stream_of(["a", "a"]), "each of them once"),
+        (lambda: stream_of("abc"), "each of them once, but is 'abc'"),
         (lambda: stream_of([1]), "names"),
         (lambda: stream_of([]), "num_samples"),
         (lambda: stream_of(rank=1), "rank"),
