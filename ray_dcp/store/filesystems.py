@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.dirfs import DirFileSystem
@@ -204,7 +205,7 @@ class FsspecStorage:
 
         def find() -> builtins.list[Entry]:
             self._fs.invalidate_cache()
-            found = self._fs.find(self._root, detail=True)
+            found = _files_below(self._fs, self._root)
             return [
                 Entry(str(path)[len(head) :], int(info["size"] or 0))
                 for path, info in found.items()
@@ -421,6 +422,31 @@ def _commits_later(fs: AbstractFileSystem, path: str) -> bool:
         kind.commit is not AbstractBufferedFile.commit
         and kind.discard is not AbstractBufferedFile.discard
     )
+
+
+def _files_below(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """Returns all files below a path, with what the filesystem tells of each.
+
+    *Why not always `find`*: that of fsspec itself leaves out folders that it fails to list. With
+    them, tags and leases of a run would be missing, and steps that they protect would be deleted.
+    """
+    find = getattr(fs.find, "__wrapped__", fs.find)  # Of an asynchronous filesystem.
+    if getattr(find, "__func__", None) not in (AbstractFileSystem.find, AsyncFileSystem._find):
+        return dict(fs.find(path, detail=True))
+    found, todo = dict[str, Any](), [path]
+    while todo:
+        folder = todo.pop()
+        try:
+            entries = fs.ls(folder, detail=True)
+        except FileNotFoundError:
+            continue  # It was removed meanwhile, or nothing was ever written here.
+        for entry in entries:
+            name = entry["name"].rstrip("/")
+            if entry["type"] == "directory" and name != folder:
+                todo.append(name)
+            else:
+                found[name] = entry
+    return found
 
 
 def _size_of(fs: AbstractFileSystem, path: str) -> int:

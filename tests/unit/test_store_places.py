@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import itertools
 import logging
 import pickle
@@ -10,6 +11,7 @@ import socket
 import threading
 import uuid
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import obstore
@@ -17,6 +19,8 @@ import obstore.store
 import pytest
 import torch
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
@@ -434,6 +438,39 @@ def test_an_interrupted_save_on_objects_leaves_the_previous_or_the_new_checkpoin
     make = lambda: ObjectStorage(obstore.store.MemoryStore(), "run")  # noqa: E731
     reached = check_crashes("save.overwrite", storage=make, variants=["before", "lost"], every=5)
     assert {"new", "previous"} <= set(reached.stood)
+
+
+class Unlisted(MemoryFileSystem):
+    """A filesystem with fsspec's own `find`, as most have, that fails to list one folder."""
+
+    cachable = False
+    find = AbstractFileSystem.find
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    folder = "none"
+
+    def ls(self, path, detail=True, **more):
+        if path.endswith(self.folder):
+            raise OSError(errno.EIO, "the server does not answer")
+        return super().ls(path, detail, **more)
+
+
+def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one():
+    filesystem = Unlisted()
+    place = Location("/run", filesystem=filesystem)
+    with ray_dcp.CheckpointManager(place, 1, max_to_keep=1) as manager:
+        manager.save(1, {"w": torch.ones(2)}, tags=["kept"])
+        filesystem.folder = "/tags"
+        with pytest.raises(StorageError, match="the server does not answer"):
+            manager.save(2, {"w": torch.ones(2)})
+        filesystem.folder = "none"
+        manager.save(3, {"w": torch.ones(2)})
+        manager.join()
+        assert manager.all_steps() == [1, 3]
+    for folder in ("/run", "/run/step-00000003"):
+        filesystem.folder = folder
+        with pytest.raises(StorageError, match="the server does not answer"):
+            ray_dcp.load_newest({"w": torch.zeros(2)}, place)
 
 
 def test_an_interrupted_save_through_fsspec_leaves_the_previous_or_the_new(tmp_path):
