@@ -411,6 +411,7 @@ class NeededSteps:
     def __init__(self, policy: RetentionPolicy | None) -> None:
         self._policy = policy
         self._reported: Mapping[int, ReportedStep] = {}
+        self._is_unknown = False
 
     def add(self, reported: Mapping[int, ReportedStep]) -> None:
         """Adds steps that were reported to Ray Train, or what it now knows of them."""
@@ -422,13 +423,19 @@ class NeededSteps:
             found = reported_folders()
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the next pass asks again
             logger.info("Ray Train could not be asked for its checkpoints: %s", error)
+            self._is_unknown = True
             return
+        self._is_unknown = False
         self.add({one.step: found[name] for name in found if (one := parse(name)) is not None})
 
     def refresh_pending(self) -> None:
-        """Queries Ray Train for the results of validations, if there are any to wait for."""
+        """Queries Ray Train for the results of validations, if there are any to wait for.
+
+        Also if the last query failed.
+        """
         # Why only then: the query waits until the controller has registered the last report.
-        if self._policy is not None and any(one.is_pending for one in self._reported.values()):
+        is_any = self._is_unknown or any(one.is_pending for one in self._reported.values())
+        if self._policy is not None and is_any:
             self.refresh()
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
@@ -436,6 +443,9 @@ class NeededSteps:
         reported, newest = self._reported, max(self._reported, default=-1)
         if self._policy is None:
             return [one.step in reported or one.step > newest for one in steps]
+        if self._is_unknown:
+            # Why: Ray Train may still validate any of them.
+            return [True] * len(steps)
         known = [reported.get(one.step, ReportedStep({})) for one in steps]
         facts = [
             replace(one, metrics={**one.metrics, **told.metrics})

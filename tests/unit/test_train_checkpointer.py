@@ -271,6 +271,27 @@ def test_what_was_reported_last_stays_and_so_does_what_has_a_tag(make: Make, tra
     assert steps_of(ckpt) == [1, 4]
 
 
+def test_nothing_is_deleted_while_ray_train_does_not_say_what_it_validates(
+    make, train, monkeypatch
+):
+    def fail() -> None:
+        raise TimeoutError("the controller does not answer")
+
+    with make(max_to_keep=1) as ckpt:
+        ckpt.save(0, state(0), validation=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_train, "reported_folders", fail)
+        with make(max_to_keep=1) as ckpt:
+            ckpt.restore(state())
+            for step in (1, 2):
+                ckpt.save(step, state(step))
+    assert steps_of(ckpt) == [0, 1, 2]
+    with make(max_to_keep=1) as ckpt:
+        ckpt.restore(state())
+        ckpt.save(3, state(3))
+    assert steps_of(ckpt) == [3]
+
+
 def test_the_result_of_a_validation_decides_what_is_kept_and_none_is_deleted_before(
     make: Make, train: Train
 ):
