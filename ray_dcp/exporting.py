@@ -33,7 +33,7 @@ from ray_dcp.runtime.copying import check_free, copy_checkpoint, is_copied, plan
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.standing import target_of, write_metadata
 from ray_dcp.store.local import LocalStorage, publish
-from ray_dcp.store.location import AnyPlace, checked_url
+from ray_dcp.store.location import AnyPlace, checked_url, split_url
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
@@ -236,6 +236,7 @@ def import_checkpoint(
     check_patterns(include, "include")
     check_source(source)
     check_free(open_storage(target))
+    source = _plain_path(source)
     path = Path(source)
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
     with reporting(progress, "importing", as_target(target).url) as meter:
@@ -528,6 +529,12 @@ def _torch_dtype(dtype: str | None) -> Any:
     return dtype_of(name)
 
 
+def _plain_path(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Returns the path of a `file://` URL; anything else as it is."""
+    scheme, rest = split_url(os.fspath(source))
+    return rest if scheme in ("file", "local") else source
+
+
 def check_source(source: str | os.PathLike[str]) -> None:
     """Checks that the source of an import exists and is of a known kind.
 
@@ -535,8 +542,8 @@ def check_source(source: str | os.PathLike[str]) -> None:
         CheckpointNotFoundError: The source does not exist.
         InvalidRequestError: The source is a file of another kind.
     """
-    path = Path(checked_url(source))
-    if not path.exists() and "://" not in os.fspath(source):
+    path = Path(_plain_path(checked_url(source)))
+    if not path.exists() and "://" not in os.fspath(_plain_path(source)):
         raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")
     if path.is_file() and not is_safetensors(path):
         with path.open("rb") as file:

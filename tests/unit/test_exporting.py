@@ -305,7 +305,7 @@ def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):
     }  # fmt: skip
     for name, source in sources.items():
         target = tmp_path / f"ours-{name}"
-        ray_dcp.import_checkpoint(source, target)
+        ray_dcp.import_checkpoint(f"file://{source}" if name != "stock" else source, target)
         view = ray_dcp.open(target)
         assert view.kind == "native"
         assert view["a.w"][...].tolist() == [0, 1, 2, 3, 4, 5]
@@ -316,8 +316,9 @@ def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):
 
 def test_wrong_imports_are_refused(tmp_path: Path):
     ours = checkpoints.save(tmp_path / "ours")
-    with pytest.raises(CheckpointNotFoundError, match="expected a file or folder"):
-        ray_dcp.import_checkpoint(tmp_path / "nope", tmp_path / "new")
+    for missing in (tmp_path / "nope", f"file://{tmp_path}/nope"):
+        with pytest.raises(CheckpointNotFoundError, match="expected a file or folder"):
+            ray_dcp.import_checkpoint(missing, tmp_path / "new")
     with pytest.raises(CheckpointExistsError, match="expected nothing of a checkpoint"):
         ray_dcp.import_checkpoint(ours, ours)
     for begin, error in ((b"no zip at all", InvalidRequestError), (b"PK", DamagedCheckpointError)):
