@@ -657,6 +657,8 @@ class CollectiveActions:
             what = f"the end of step {place.step}"
             with contained(f"Recording {what}"):
                 if self.session().rank == 0:
+                    # Why also here: another interrupt may come before the thread begins.
+                    self.writer.give_up(place.step)
                     finish = partial(self.writer.finish, place, committed, no_space=no_space)
                     in_time(self.settings.options.commit_timeout_s, what, finish)
 

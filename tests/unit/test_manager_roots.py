@@ -32,6 +32,7 @@ from ray_dcp.manager import (
     Item,
     LatestN,
     background,
+    collective_actions,
     leases,
 )
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
@@ -337,6 +338,21 @@ def test_a_restore_whose_caller_has_left_takes_no_lease(tmp_path, monkeypatch):
     late[0]()
     assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
     manager.delete(1)
+
+
+def test_a_step_whose_save_is_interrupted_twice_can_be_saved_again(tmp_path, monkeypatch):
+    manager = manager_of(tmp_path)
+
+    def run_save(*_given, **_more):
+        monkeypatch.setattr(background, "begin", interrupt)
+        interrupt()
+
+    monkeypatch.setattr(collective_actions, "run_save", run_save)
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(1, state(1))
+    monkeypatch.undo()
+    assert manager.save(1, state(1))
+    manager.close()
 
 
 def test_a_manager_whose_close_is_interrupted_is_closed_by_the_next(tmp_path, monkeypatch):
