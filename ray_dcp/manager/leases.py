@@ -389,6 +389,11 @@ def _highest(storage: Storage) -> tuple[int, bool]:
     return number, not number or _name(number, "released") in keys
 
 
+_reading: set[str] = set()
+"""Nonces of the reader leases that this process holds. *Why*: an interrupt may keep a lease from
+being removed, and this process would protect its step as long as it lives."""
+
+
 class ReaderLease:
     """A context manager that protects a step from deletion.
 
@@ -431,6 +436,7 @@ class ReaderLease:
 
     def __enter__(self) -> ReaderLease:
         storage = self._root.shared
+        _reading.add(self._holder.nonce)
         try:
             storage.write(self._key, self._holder.encode())
             reason = f"step {self._step} is read by {self._holder}"
@@ -445,6 +451,7 @@ class ReaderLease:
     def __exit__(self, *_: object) -> None:
         if not self._process.is_this:
             return  # A forked child leaves the block, while its parent reads on.
+        _reading.discard(self._holder.nonce)
         try:
             self._stop()
         finally:
@@ -496,6 +503,8 @@ class Readers:
             self._seen[key] = (data, 0.0)
             return True
         lives = holder.lives_here(self._holder)
+        if holder.is_same_process(self._holder):
+            lives = holder.nonce in _reading
         if lives is None:
             now_s = time.monotonic()
             if self._seen.get(key, (b"", 0.0))[0] != data:

@@ -298,7 +298,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("when", ["write", "beat", "end"])
+@pytest.mark.parametrize("when", ["write", "beat", "end", "twice"])
 def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, when):
     manager = manager_of(tmp_path)
     manager.save(1, state(1))
@@ -315,11 +315,14 @@ def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, whe
         monkeypatch.setattr(leases, "renewed", interrupt)
     else:
         monkeypatch.setattr(leases, "renewed", lambda *given: renewed(*given) and interrupt)
+    if when == "twice":
+        monkeypatch.setattr(LocalStorage, "delete", interrupt)
     with pytest.raises(KeyboardInterrupt), manager.reading(1):
         pass
     monkeypatch.undo()
-    assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
-    manager.delete(1)
+    left = list(Path(tmp_path, FOLDER).glob("reading/*"))
+    assert len(left) == (when == "twice")
+    manager.delete(1)  # What is left protects nothing in its own process.
 
 
 def test_a_restore_whose_caller_has_left_takes_no_lease(tmp_path, monkeypatch):
