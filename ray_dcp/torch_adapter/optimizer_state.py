@@ -11,7 +11,15 @@ with the stored one afterwards; and torch's helper shards the state of FSDP1's f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -130,7 +138,7 @@ class OptimizerTargets:
     decisive: set[str] = field(default_factory=set)
 
 
-def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> Any:
+def optimizer_part(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
     """Returns the adapter of an optimizer: a `Stateful` with a method and an attribute more.
 
     `targets(key, stored, prefixes, strict)` returns the state to load into. `load_state_dict` then
@@ -139,19 +147,20 @@ def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module
 
     Args:
         optimizer: Any optimizer.
-        modules: Modules of the state dict. The first one that has all parameters of the optimizer
-            defines their names; if there is none, the optimizer's own numbers are the names.
+        modules: Modules of the state dict by key. The first one that has all parameters of the
+            optimizer defines their names; if there is none, the optimizer's own numbers are the
+            names.
     """
     if not gives_torchs(optimizer, torch.optim.Optimizer):
         return _OwnForm(optimizer)
     wanted = {id(parameter) for parameter in _parameters(optimizer)}
-    owners = (m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()})
-    module = next(owners, None)
-    if module is None:
-        return _Named(optimizer, {})
-    if FullyShardedDataParallel.fsdp_modules(module):
-        return _FlatParameters(optimizer, module)
-    return _Named(optimizer, {n: p for n, p in _names(module).items() if id(p) in wanted})
+    for key, module in modules.items():
+        if wanted <= {id(parameter) for parameter in module.parameters()}:
+            if FullyShardedDataParallel.fsdp_modules(module):
+                return _FlatParameters(optimizer, module, key)
+            by_name = {n: p for n, p in _names(module).items() if id(p) in wanted}
+            return _Named(optimizer, by_name, key)
+    return _Named(optimizer, {})
 
 
 def gives_torchs(value: Any, cls: Any, name: str = "state_dict") -> bool:
@@ -205,12 +214,16 @@ class _Named:
     Args:
         optimizer: An optimizer whose `state_dict` is torch's.
         by_name: Its parameters by name; empty for its own numbers.
+        module_key: Key of the module that names them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, by_name: dict[str, Any]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, by_name: dict[str, Any], module_key: str = ""
+    ) -> None:
         self.casts: list[Cast] = []
         self._optimizer = optimizer
         self._by_name = by_name
+        self._module_key = module_key
         self._by_number: dict[str, Any] = {}
         self._numbers: list[list[Any]] = []
         self._table: Mapping[str, Any] | None = None
@@ -268,7 +281,8 @@ class _Named:
         groups = self._own_state_dict()["param_groups"]
         self._numbers = [list(group["params"]) for group in groups]
         self._by_number = {str(n): p for n, p in reversed(self._numbered())}
-        self._table, self._num_stored, self._renamed_to = None, None, {}
+        self._table, self._num_stored = None, None
+        self._renamed_to = _renamed_in_module(stored, self._module_key, self._by_name)
         items = stored.below(key, prefixes)
         if not items:
             return OptimizerTargets(None if key in stored.names else self.state_dict())
@@ -542,7 +556,8 @@ class _Named:
         """
         own = self._optimizer.param_groups
         stored = list(found[: self._num_stored])
-        members = [self._members(group.get("params") or ()) for group in stored]
+        lists = [group.get("params") or () for group in stored]
+        members = [self._members(entries) for entries in _under_new_names(lists, self._renamed_to)]
         self._listed = set().union(*members)
         ids = [{id(parameter) for parameter in group["params"]} for group in own]
         hits = [[j for j, some in enumerate(members) if mine & some] for mine in ids]
@@ -578,11 +593,6 @@ class _Named:
                 f"they were saved, with as many parameters in the same order",
                 key=self._key,
             )
-        # Why: a key map changes the names of values, and not what a group's list of names holds.
-        renamed = self._renamed_to
-        if renamed and not is_number:
-            given = set(renamed.values())
-            entries = [renamed.get(e, e) for e in entries if e in renamed or e not in given]
         table = self._by_number if is_number else self._by_name or self._by_number
         if entries and not self._by_name and not table.keys() & set(map(str, entries)):
             raise StateDictError(
@@ -701,9 +711,12 @@ class _OwnForm:
 class _FlatParameters(_OwnForm):
     """Adapter of an optimizer over FSDP1's flat parameters; torch's helper shards their state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: nn.Module, module_key: str
+    ) -> None:
         super().__init__(optimizer)
-        self._module = module
+        self._module, self._module_key = module, module_key
+        self._renamed_to: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
         with _as_if_stepped(self._optimizer):
@@ -714,6 +727,8 @@ class _FlatParameters(_OwnForm):
         self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
     ) -> OptimizerTargets:
         found = super().targets(key, stored, prefixes, strict=strict)
+        names = _names(self._module)
+        self._renamed_to = _renamed_in_module(stored, self._module_key, names)
         items = stored.below(key, ())
         if found.state is None or not items:
             return found
@@ -729,6 +744,12 @@ class _FlatParameters(_OwnForm):
                 # A scheduler that does not exist yet had added it: "initial_lr".
                 groups[int(index)].setdefault(option, None)
         return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        lists = _under_new_names([group["params"] for group in groups], self._renamed_to)
+        renamed = [{**group, "params": names} for group, names in zip(groups, lists, strict=True)]
+        super().load_state_dict({**state_dict, "param_groups": renamed})
 
     def _set(self, state_dict: dict[str, Any]) -> None:
         with _as_if_stepped(self._optimizer):
@@ -761,6 +782,41 @@ def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 # --- names and places ---------------------------------------------------------------------------
+
+
+def _renamed_in_module(stored: Stored, key: str, names: Iterable[str]) -> dict[str, str]:
+    """Returns the parameters that the load renames in their module, by their stored names.
+
+    Why needed: a parameter without state has no other name in the checkpoint than its module's.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        full = f"{key}.{name}"
+        path = stored.value(full).path if full in stored.names else None
+        if path and str(path[-1]) != name:
+            found[str(path[-1])] = name
+    return found
+
+
+def _under_new_names(
+    groups: Sequence[Sequence[Any]], renamed_to: Mapping[str, str]
+) -> Sequence[Sequence[Any]]:
+    """Returns the lists of parameters of stored groups with the names that a load gives these.
+
+    Why: a key map changes the names of values, and not what a group's list of names holds.
+    """
+    listed_names = {entry for group in groups for entry in group if isinstance(entry, str)}
+    if not listed_names & renamed_to.keys():
+        return groups
+    given = set(renamed_to.values())
+    return [
+        [
+            renamed_to.get(entry, entry)
+            for entry in group
+            if entry in renamed_to or entry not in given
+        ]
+        for group in groups
+    ]
 
 
 def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dict[str, str]:

@@ -337,7 +337,7 @@ def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Statef
     return best
 
 
-def _part(value: Any, modules: list[nn.Module]) -> Any:
+def _part(value: Any, modules: Mapping[str, nn.Module]) -> Any:
     """Returns the object that provides and receives the state of a value; None for plain values."""
     # Why first: the protocol check costs 5 us, and most values of a flat state dict are tensors.
     if type(value) in _NEVER or not isinstance(value, Stateful):
@@ -349,10 +349,10 @@ def _part(value: Any, modules: list[nn.Module]) -> Any:
     return value
 
 
-def _modules(state_dict: Mapping[str, Any]) -> list[nn.Module]:
+def _modules(state_dict: Mapping[str, Any]) -> dict[str, nn.Module]:
     # Why sorted: names must not depend on the order in which a user passes modules.
     found = [(str(key), v) for key, v in state_dict.items() if isinstance(v, nn.Module)]
-    return [module for _, module in sorted(found, key=lambda one: one[0])]
+    return dict(sorted(found, key=lambda one: one[0]))
 
 
 def check_mapping(state_dict: object) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -261,28 +261,41 @@ def test_state_of_a_parameter_of_another_shape_is_refused_or_resized(
     other["o"].step()
 
 
-def test_groups_are_found_by_their_parameters_where_a_load_renames_these(tmp_path: Path):
+def only(name: str) -> str | None:
+    """Leaves out the layers "head", and renames the layers "net" to "head"."""
+    return None if ".head." in name else name.replace(".net.", ".head.")
+
+
+@pytest.mark.parametrize("stepped", [("net", "head"), ("head",), ()])
+@pytest.mark.parametrize(("names", "key_map"), [
+    (("body", "top"), [(r"[.]net[.]", ".body."), (r"[.]head[.]", ".top.")]),
+    (("head", "net"), lambda name: ".net.".join(
+        part.replace(".net.", ".head.") for part in name.split(".head."))),
+    (("head",), only),
+])  # fmt: skip
+def test_groups_are_found_by_their_parameters_where_a_load_renames_these(
+    names: Sequence[str], key_map: Any, stepped: Sequence[str], tmp_path: Path
+):
     """The stored groups list the names of before: by position each would get the other's rate."""
 
-    def halves(names: tuple[str, str], rates: dict[str, float]) -> State:
+    def layers(names: Sequence[str], rates: dict[str, float]) -> State:
         model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
         groups = [{"params": model[name].parameters(), "lr": lr} for name, lr in rates.items()]
         return {"m": model, "o": torch.optim.AdamW(groups)}
 
-    saved = halves(("net", "head"), {"net": 0.5, "head": 0.25})
-    for parameter in saved["m"].parameters():
-        parameter.grad = torch.ones_like(parameter)
+    saved = layers(("net", "head"), {"head": 0.25, "net": 0.5})
+    for name in stepped:
+        for parameter in saved["m"][name].parameters():
+            parameter.grad = torch.ones_like(parameter)
     saved["o"].step()
     save(saved, tmp_path)
-    for names, renamed in (
-        (("body", "top"), [(r"[.]net[.]", ".body."), (r"[.]head[.]", ".top.")]),
-        (("head", "net"), lambda name: ".net.".join(
-            part.replace(".net.", ".head.") for part in name.split(".head."))),
-    ):  # fmt: skip
-        other = halves(names, {names[1]: 0.1, names[0]: 0.2})
-        load(other, tmp_path, key_map=renamed)
-        assert [group["lr"] for group in other["o"].param_groups] == [0.25, 0.5]
-        assert torch.equal(other["m"][names[1]].weight, saved["m"]["head"].weight)
+    other = layers(names, dict.fromkeys(names, 0.1))
+    load(other, tmp_path, key_map=key_map, strict=None if len(names) == 2 else False)
+    rates = [group["lr"] for group in other["o"].param_groups]
+    assert rates == [0.5, 0.25][: len(names)]
+    for name, before in zip(names, ("net", "head"), strict=False):
+        assert torch.equal(other["m"][name].weight, saved["m"][before].weight)
+        assert (other["m"][name].weight in other["o"].state) == (before in stepped)
 
 
 def test_a_group_that_was_added_is_rolled_back_to_and_asked_for(tmp_path: Path):
