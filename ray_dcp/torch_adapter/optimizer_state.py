@@ -716,6 +716,7 @@ class _FlatParameters(_OwnForm):
     ) -> None:
         super().__init__(optimizer)
         self._module, self._module_key = module, module_key
+        self._groups: list[set[str]] = []
         self._renamed_to: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -729,9 +730,11 @@ class _FlatParameters(_OwnForm):
         found = super().targets(key, stored, prefixes, strict=strict)
         names = _names(self._module)
         self._renamed_to = _renamed_in_module(stored, self._module_key, names)
+        self._groups = []
         items = stored.below(key, ())
         if found.state is None or not items:
             return found
+        self._groups = [set(group["params"]) for group in found.state["param_groups"]]
         state, groups = found.state["state"], found.state["param_groups"]
         for name in list(state):
             if not any(each in items for each in flatten({"state": {name: state[name]}}).names):
@@ -748,8 +751,12 @@ class _FlatParameters(_OwnForm):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         lists = _under_new_names([group["params"] for group in groups], self._renamed_to)
-        renamed = [{**group, "params": names} for group, names in zip(groups, lists, strict=True)]
-        super().load_state_dict({**state_dict, "param_groups": renamed})
+        groups = [{**group, "params": names} for group, names in zip(groups, lists, strict=True)]
+        # Why sorted here: torch's helper matches groups by position if there is no state.
+        found = [[g for g in groups if own.intersection(g["params"])] for own in self._groups]
+        if len(found) == len(groups) and all(len(matches) == 1 for matches in found):
+            groups = list(chain.from_iterable(found))
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _set(self, state_dict: dict[str, Any]) -> None:
         with _as_if_stepped(self._optimizer):

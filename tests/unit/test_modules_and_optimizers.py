@@ -203,6 +203,28 @@ def test_what_the_helper_for_flat_parameters_casts_is_reported(
         assert len(cast) == 4
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("key_map", [None, [(r"[.]net[.]", ".body."), (r"[.]head[.]", ".top.")]])
+def test_groups_of_flat_parameters_are_found_by_names(key_map: Any, num_steps: int, tmp_path: Path):
+    def layers(rates: dict[str, float]) -> dict[str, Any]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in rates})
+        flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        groups = [{"params": [*model[name].parameters()], "lr": rates[name]} for name in rates]
+        return {"model": flat, "optimizer": torch.optim.AdamW(groups)}
+
+    saved = layers({"head": 0.25, "net": 0.5})
+    for parameter in saved["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(num_steps):
+        saved["optimizer"].step()
+    save(saved, tmp_path)
+    other = layers({"body" if key_map else "net": 0.1, "top" if key_map else "head": 0.1})
+    load(other, tmp_path, key_map=key_map)
+    assert [group["lr"] for group in other["optimizer"].param_groups] == [0.5, 0.25]
+    assert len(other["optimizer"].state) == len(saved["optimizer"].state)
+
+
 def test_a_module_without_memory_is_refused_and_nothing_is_called_loaded(tmp_path: Path):
     """torch's `load_state_dict` warns of such tensors at most, and leaves them on `meta`."""
     state = {"model": nn.Linear(2, 2), "t": torch.ones(1)}
