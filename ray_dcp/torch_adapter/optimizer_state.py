@@ -230,6 +230,7 @@ class _Named:
         self._num_stored: int | None = None
         self._absent: set[str] = set()
         self._renamed_to: dict[str, str] = {}
+        self._as_saved: set[int] = set()
         self._listed: set[int] = set()
         self._key, self._is_whole, self._is_strict = "", True, True
 
@@ -282,7 +283,13 @@ class _Named:
         self._numbers = [list(group["params"]) for group in groups]
         self._by_number = {str(n): p for n, p in reversed(self._numbered())}
         self._table, self._num_stored = None, None
-        self._renamed_to = _renamed_in_module(stored, self._module_key, self._by_name)
+        in_module = _stored_in_module(stored, self._module_key, self._by_name)
+        self._renamed_to = _renamed(in_module)
+        self._as_saved = {
+            id(self._by_name[name])
+            for name, item in in_module.items()
+            if tuple(self._by_name[name].shape) == item.shape
+        }
         items = stored.below(key, prefixes)
         if not items:
             return OptimizerTargets(None if key in stored.names else self.state_dict())
@@ -428,7 +435,7 @@ class _Named:
         made = self._primed(ids)
         for first, *others in odd.values():
             found = [(_found(made.get(id(first)), tail)[1], one) for tail, one in wanted[id(first)]]
-            if any(_must_fit(like, first, item) for like, item in found):
+            if any(self._must_fit(like, first, item) for like, item in found):
                 made |= self._primed(set(map(id, others)) - made.keys())
         for own in groups:
             sample = next((made[id(p)] for p in own if id(p) in made), None)
@@ -456,7 +463,7 @@ class _Named:
             return None
         if _is_like(like, item):
             return _of_dtype(like, item.dtype)
-        if parameter is not None and _must_fit(like, parameter, item):
+        if parameter is not None and self._must_fit(like, parameter, item):
             return _of_dtype(like, item.dtype)
         if parameter is not None and tuple(parameter.shape) == item.shape and _has_bytes(parameter):
             made = torch.empty_like(parameter, dtype=item.dtype, requires_grad=False)
@@ -469,6 +476,24 @@ class _Named:
         elif path[-1:] == ("step",):
             device = torch.device("cpu")  # `_placed` moves it where the optimizer counts.
         return torch.empty(item.shape, dtype=item.dtype, device=device)
+
+    def _must_fit(self, tensor: Any, parameter: Any, item: StoredValue) -> bool:
+        """Returns whether state with the lengths of its parameter is stored with another of them.
+
+        The load then reports the shapes, or fills the part that `LoadOptions.resize` allows. A
+        parameter that is stored as it is has lengths of state that an option of its group selects.
+        """
+        return (
+            id(parameter) not in self._as_saved
+            and isinstance(tensor, torch.Tensor)
+            and _has_bytes(tensor)
+            and tensor.dim() == len(item.shape) == parameter.dim()
+            and _follows(tensor.shape, parameter.shape)
+            and any(
+                own == full != stored
+                for own, full, stored in zip(tensor.shape, parameter.shape, item.shape, strict=True)
+            )
+        )
 
     # --- setting loaded state --------------------------------------------------------------------
 
@@ -729,7 +754,7 @@ class _FlatParameters(_OwnForm):
     ) -> OptimizerTargets:
         found = super().targets(key, stored, prefixes, strict=strict)
         names = _names(self._module)
-        self._renamed_to = _renamed_in_module(stored, self._module_key, names)
+        self._renamed_to = _renamed(_stored_in_module(stored, self._module_key, names))
         self._groups = []
         items = stored.below(key, ())
         if found.state is None or not items:
@@ -791,18 +816,19 @@ def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 # --- names and places ---------------------------------------------------------------------------
 
 
-def _renamed_in_module(stored: Stored, key: str, names: Iterable[str]) -> dict[str, str]:
+def _stored_in_module(stored: Stored, key: str, names: Iterable[str]) -> dict[str, StoredValue]:
+    """Returns the stored parameters of a module by their names, as far as there are any."""
+    full_names = {name: f"{key}.{name}" for name in names}
+    return {name: stored.value(full) for name, full in full_names.items() if full in stored.names}
+
+
+def _renamed(in_module: Mapping[str, StoredValue]) -> dict[str, str]:
     """Returns the parameters that the load renames in their module, by their stored names.
 
     Why needed: a parameter without state has no other name in the checkpoint than its module's.
     """
-    found: dict[str, str] = {}
-    for name in names:
-        full = f"{key}.{name}"
-        path = stored.value(full).path if full in stored.names else None
-        if path and str(path[-1]) != name:
-            found[str(path[-1])] = name
-    return found
+    saved = {name: str(item.path[-1]) for name, item in in_module.items() if item.path}
+    return {before: name for name, before in saved.items() if before != name}
 
 
 def _under_new_names(
@@ -908,23 +934,6 @@ def _is_like(tensor: Any, item: StoredValue) -> bool:
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != item.shape:
         return False
     return item.is_raw in (None, _has_bytes(tensor))
-
-
-def _must_fit(tensor: Any, parameter: Any, item: StoredValue) -> bool:
-    """Returns whether state with the lengths of its parameter is stored with another of them.
-
-    The load then reports the shapes, or fills the part that `LoadOptions.resize` allows.
-    """
-    return (
-        isinstance(tensor, torch.Tensor)
-        and _has_bytes(tensor)
-        and tensor.dim() == len(item.shape) == parameter.dim()
-        and _follows(tensor.shape, parameter.shape)
-        and any(
-            own == full != stored
-            for own, full, stored in zip(tensor.shape, parameter.shape, item.shape, strict=True)
-        )
-    )
 
 
 def _follows(shape: Sequence[int], whole: Sequence[int]) -> bool:

@@ -208,6 +208,42 @@ def test_state_that_grows_by_steps_and_not_with_its_parameter_is_loaded(tmp_path
     assert {len(held["norms"]) for held in other["o"].state.values()} == {3}
 
 
+class Projected(torch.optim.Optimizer):
+    """Keeps moments of gradients that it projects to as many rows as an option says, as GaLore."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, {"rank": rank})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                made = torch.zeros(group["rank"], p.shape[-1])
+                self.state[p].setdefault("exp_avg", made).add_(1)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(("saved_rank", "rank"), [(2, 6), (6, 2), (2, 3), (1, 6)])
+def test_state_whose_shape_an_option_selects_comes_with_the_option(
+    saved_rank: int, rank: int, steps: int, tmp_path: Path
+):
+    """With six rows, state of rank 6 has the shape of its parameter by chance."""
+
+    def made(rank: int, steps: int) -> State:
+        layer = nn.Linear(4, 6, bias=False)
+        optimizer = Projected(layer.parameters(), rank)
+        for _ in range(steps):
+            optimizer.step()
+        return {"m": layer, "o": optimizer}
+
+    saved, other = made(saved_rank, 2), made(rank, steps)
+    save(saved, tmp_path)
+    load(other, tmp_path)
+    assert held(other) == held(saved)
+    for state in (saved, other):
+        state["o"].step()
+    assert held(other) == held(saved)
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_state_of_parameters_that_had_a_single_row_is_resized(steps: int, tmp_path: Path):
     def made(rows: int, steps: int) -> State:
