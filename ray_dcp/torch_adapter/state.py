@@ -56,7 +56,9 @@ class LoadTargets:
     decisive: dict[str, set[str]] = field(default_factory=dict)
     """Names that have to be loaded before `check_groups`, by the keys of optimizers."""
     dtypes: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
-    """The dtype of each tensor of a module, by the keys of modules."""
+    """The dtype of each tensor of a module before the load, by the keys of modules."""
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    """The modules of `dtypes`."""
 
     @property
     def casts(self) -> list[Cast]:
@@ -64,7 +66,7 @@ class LoadTargets:
         return [cast for part in self.optimizers for cast in part.casts] + [
             (f"{key}.{name}", dtype_name(loaded.dtype), dtype_name(dtype))
             for key, own in self.dtypes.items()
-            for name, dtype in own.items()
+            for name, dtype in (own | _dtypes(self.modules[key])).items()
             if isinstance(loaded := self.values[key].get(name), torch.Tensor)
             and loaded.dtype != dtype
         ]
@@ -185,12 +187,26 @@ def stateful_to_load_targets(
             if isinstance(part, _Model):
                 tensors = _tensors(targets.values[key])
                 targets.dtypes[key] = {name: tensor.dtype for name, tensor in tensors.items()}
+                targets.modules[key] = value
                 part.check_memory(key, tensors, stored, prefixes)
     return targets
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """Returns the dtypes of parameters and buffers, by their names with and without wrappers.
+
+    Why not of `state_dict()`: that of FSDP1 is a collective.
+    """
+    found: dict[str, torch.dtype] = {}
+    for each in (module, _unwrapped(module)):
+        for named in (each.named_parameters, each.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                found[name] = found[_WRAPPED.sub("", name)] = tensor.dtype
+    return found
 
 
 def _may_give_memory(module: nn.Module) -> bool:

@@ -264,12 +264,24 @@ def test_a_module_that_takes_memory_in_its_own_load_is_loaded(how: str, tmp_path
         load({"model": model}, tmp_path)
 
 
-def test_what_a_module_rounds_is_reported_where_the_saved_dtype_is_to_be_kept(tmp_path: Path):
+@pytest.mark.parametrize("wrap", [bare, WRAPS["compile"]])
+@pytest.mark.parametrize("assigns", [False, True])
+def test_what_a_module_rounds_is_reported_where_the_saved_dtype_is_to_be_kept(
+    assigns: bool, wrap: Wrap, tmp_path: Path
+):
+    class Assigns(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *more: Any):
+            metadata["assign_to_params_buffers"] = assigns
+            super()._load_from_state_dict(state_dict, prefix, metadata, *more)
+
     save({"model": nn.Linear(2, 2)}, tmp_path)
-    report = load({"model": nn.Linear(2, 2).bfloat16()}, tmp_path, dtype="keep")
-    assert report.cast == (
-        ("model.weight", "float32", "bfloat16"), ("model.bias", "float32", "bfloat16")
-    )  # fmt: skip
+    model = wrap(Assigns(2, 2).bfloat16())
+    report = load({"model": model}, tmp_path, dtype="keep")
+    rounded = (("model.weight", "float32", "bfloat16"), ("model.bias", "float32", "bfloat16"))
+    assert report.cast == (() if assigns else rounded)
+    assert {each.dtype for each in model.parameters()} == {
+        torch.float32 if assigns else torch.bfloat16
+    }
 
 
 def test_state_that_nobody_takes_is_an_error_unless_strict_is_false(tmp_path: Path):
