@@ -17,7 +17,7 @@ import mmap
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -133,6 +133,7 @@ def chosen(
     """
     check_patterns(include, "include")
     rename = renamer(key_map) if key_map is not None else None
+    flat = set[NamePath]() if rename is None else _flat_mappings(each.path for each in stored)
     kept: dict[str, Selected] = {}
     for each in stored:
         if not matches(each.name, include):
@@ -142,7 +143,8 @@ def chosen(
             name = rename(each.name)
             if name is None:
                 continue
-            new = each if name == each.name else replace(each, path=_renamed(each.path, name))
+            if name != each.name:
+                new = replace(each, path=_renamed(each.path, name, flat))
         if dtype is not None and new.dtype is not None and new.dtype.is_floating_point:
             new = replace(new, dtype=dtype)
         if new.fqn in kept:
@@ -181,18 +183,36 @@ def _in_dicts(kept: list[Selected]) -> list[Selected]:
     ]
 
 
-def _renamed(path: NamePath, name: str) -> NamePath:
+def _flat_mappings(paths: Iterable[NamePath]) -> set[NamePath]:
+    """Returns the paths of mappings that have keys with dots, as the `state_dict()` of a module.
+
+    Examples:
+        >>> _flat_mappings([("model", "scale"), ("model", "0.weight"), ("step",)])
+        {('model',)}
+    """
+    return {path[:at] for path in paths for at, part in enumerate(path) if "." in str(part)}
+
+
+def _renamed(path: NamePath, name: str, flat: Collection[NamePath]) -> NamePath:
     """Returns the path of a value that gets another name.
 
     Keys and list indices that the new name has at its end or begin stay as they are. The name
-    between them is split at its dots, but ends in one key with dots if there was one, as in the
-    `state_dict()` of a module.
+    between them is split at its dots, but is one key with dots in a mapping that has such keys.
+
+    Args:
+        path: The path of the value.
+        name: Its new name.
+        flat: See `_flat_mappings`.
 
     Examples:
-        >>> _renamed(("model", "0.weight"), "0.weight"), _renamed(("a", "l", 0), "b.c.l.0")
-        (('0.weight',), ('b', 'c', 'l', 0))
-        >>> _renamed(("model", "old.0.weight"), "net.0.weight"), _renamed(("a", "w"), "b.c.d")
-        (('net.0.weight',), ('b', 'c', 'd'))
+        >>> _renamed(("model", "0.weight"), "0.weight", {("model",)})
+        ('0.weight',)
+        >>> _renamed(("model", "0.weight"), "net.1.weight", {("model",)})
+        ('net', '1.weight')
+        >>> _renamed(("model", "scale"), "model.net.scale", {("model",)})
+        ('model', 'net.scale')
+        >>> _renamed(("a", "l", 0), "b.c.l.0", ()), _renamed(("a", "w"), "b.c.d", ())
+        (('b', 'c', 'l', 0), ('b', 'c', 'd'))
     """
     low, high = 0, len(path)
     while high and f".{name}".endswith(f".{path[high - 1]}"):
@@ -204,8 +224,10 @@ def _renamed(path: NamePath, name: str) -> NamePath:
     while low < high and name.startswith(f"{path[low]}."):
         name = name[len(str(path[low])) + 1 :]
         low += 1
+    if low == high and path[:low] in flat:
+        return (*path[:low], f"{name}.{path[low]}", *path[low + 1 :])
     new, old = name.split("."), [str(part) for part in path[low:high]]
-    if dotted := [at for at, part in enumerate(old) if "." in part]:
+    if dotted := [at for at in range(len(old)) if path[: low + at] in flat]:
         # Parts that the new name lacks are taken for keys before the one with dots.
         lacking = len(".".join(old).split(".")) - len(new)
         start = max(0, dotted[0] - max(0, lacking))
@@ -386,8 +408,8 @@ def read_state_dict(
     Args:
         checkpoint_id: Path or URL of any checkpoint that `load` reads.
         include: Shell patterns of FQNs; everything if empty.
-        key_map: See `LoadOptions.key_map`. Keys with dots, as those of a module's `state_dict()`,
-            stay single keys.
+        key_map: See `LoadOptions.key_map`. Mappings with dots in their keys, as a module's
+            `state_dict()`, stay flat.
         dtype: The dtype to cast floating-point tensors to; unchanged if None.
         storage_reader: As for `load`.
         options: As for `load`.

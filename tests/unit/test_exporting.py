@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import format_utils as stock_utils
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ray_dcp
 from ray_dcp import conversion
@@ -145,6 +146,29 @@ def test_the_state_dict_of_a_module_stays_one_when_its_prefix_is_removed(tmp_pat
     assert [*whole["model"]] == ["1.weight", "1.bias"]
     mixed = ray_dcp.read_state_dict(tmp_path / "source", key_map={"more.l.0": "model.0"})
     assert mixed["model"]["0"] == torch.ones(1)
+
+
+@pytest.mark.parametrize("where", ["", "model."])
+def test_the_state_dict_of_a_module_stays_one_when_its_names_get_a_prefix(
+    where: str, tmp_path: Path
+):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.register_buffer("scale", torch.ones(1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict()} if where else model.state_dict()
+    if where:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    ray_dcp.save(state, checkpoint_id=tmp_path / "source")
+    whole = torch.nn.ModuleDict({"net": model})
+    found = ray_dcp.read_state_dict(
+        tmp_path / "source",
+        key_map=[(f"^{where}(?!optimizer)", f"{where}net."), ("[.]state[.]", ".state.net.")],
+    )
+    assert [*(found["model"] if where else found)] == [*whole.state_dict()]
+    if where:
+        assert [*found["optimizer"]["state"]] == ["net.0.weight", "net.0.bias"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
