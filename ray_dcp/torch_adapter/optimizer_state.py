@@ -297,6 +297,9 @@ class _Named:
         for name, item in items.items():
             part, _, rest = name.partition(".")
             parts.setdefault(part, {})[rest] = item
+        for part in ("state", OTHER_STATE):
+            # An empty mapping has the name of the part.
+            parts.get(part, {}).pop("", None)
         tree: dict[str, Any] = {"state": {}}
         groups_items = parts.pop("param_groups")
         left = self._ask_groups(groups_items, tree)

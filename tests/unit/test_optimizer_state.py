@@ -181,6 +181,18 @@ def test_state_of_parameters_that_the_checkpoint_does_not_know_stays_unless_stri
     assert torch.equal(state["o"].state[last]["exp_avg"], before)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("keys", ["o", "mo"])
+def test_an_optimizer_that_had_not_stepped_is_loaded(keys: str, steps: int, tmp_path: Path):
+    saved, other = made(adamw), made(adamw, 2)
+    saved["o"].param_groups[0]["lr"] = 0.5
+    save({key: saved[key] for key in keys}, tmp_path)
+    step(other, steps)
+    report = load({key: other[key] for key in keys}, tmp_path)
+    assert report.missing == report.unexpected == ()
+    assert held(other) == held(saved)
+
+
 class Norms(torch.optim.SGD):
     """Keeps the norm of each gradient: state of one dimension that grows."""
 
