@@ -33,6 +33,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import Wanted
+from ray_dcp.torch_adapter.devices import content_digest
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, listed, stored_names
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken
@@ -128,7 +129,8 @@ class Placing:
         self._layouts: Layouts = {}
         self.resized: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self._free = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
-        self._fresh: list[tuple[Place, Fresh]] = []
+        self._fresh: list[tuple[Place, torch.Tensor, Fresh]] = []
+        self._tied: list[tuple[Place, torch.Tensor]] = []
         self._placed: dict[int, Any] = {}
         self._mismatches: list[str] = []
         self._differ_in_size = False
@@ -139,6 +141,11 @@ class Placing:
         self._dtype_codes = table.dtype.tolist()
         self._dtypes: dict[int, torch.dtype] = {}
         self._first_chunk = np.zeros(0, np.int64)
+
+    def take_tied(self, flat: Flat) -> None:
+        """Adds targets whose memory other targets fill; see `_without_tied`."""
+        places = zip(flat.parents, flat.keys, strict=True)
+        self._tied.extend(zip(places, flat.values, strict=True))
 
     def take_chunks(self, table: ChunkTable) -> None:
         """Sets the table with the chunks.
@@ -279,9 +286,22 @@ class Placing:
         return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
 
     def finish(self) -> None:
-        """Stores new tensors and the objects in their containers."""
-        for (parent, key), fresh in self._fresh:
-            parent[key] = fresh.value
+        """Stores new tensors and the objects in their containers.
+
+        New tensors whose targets were of one memory, as those of tied weights, are of one memory
+        too, if their values agree.
+        """
+        first: dict[tuple[Any, ...], tuple[torch.Tensor, Any]] = {}
+        for (parent, key), target, fresh in self._fresh:
+            value = fresh.value
+            tied, before = first.setdefault(_place(target), (target, value))
+            if before is not value and _digests(before) == _digests(value):
+                value = _alias(before, target, is_one=tied is target)
+            parent[key] = value
+        for (parent, key), target in self._tied:
+            if (place := _place(target)) in first:
+                tied, value = first[place]
+                parent[key] = _alias(value, target, is_one=tied is target)
         for number, (_, _, (parent, key)) in enumerate(self.objects):
             parent[key] = self._placed[number]
         self.raw.sink.finish()
@@ -367,7 +387,7 @@ class Placing:
                 ) from error
 
         fresh = Fresh(made, fqn)
-        self._fresh.append((place, fresh))
+        self._fresh.append((place, value, fresh))
         return fresh
 
     def _may_differ(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -512,6 +532,7 @@ def plan_targets(
         elif unexpected:
             untaken = Untaken.of(table.names, unexpected, refused)
         placing.fill(own.rest, index)
+        placing.take_tied(tied)
         placing.check()
     whole = [number for number, _, _ in placing.objects]
     whole += [number for number, _ in own.numbers]
@@ -547,7 +568,7 @@ def plan_targets(
             decisive=first,
             without_chunk=placing.without_chunk(own),
             finish=finish,
-            loaded=(*placing.loaded, *own.loaded, *tied),
+            loaded=(*placing.loaded, *own.loaded, *tied.names),
             missing=missing,
             unexpected=unexpected,
             cast=tuple(placing.cast),
@@ -576,14 +597,38 @@ def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns a key that is equal for targets of the same memory; empty if they have none."""
-    parts = geometry(tensor)
-    # Why: all empty tensors have one address.
-    owners = [p.untyped_storage()._cdata for p in parts_with_memory(tensor) if not p.numel()]
-    return (*tensor.shape, *parts, *owners) if parts else ()
+    """Returns a key that is equal for targets of the same memory, or of one storage on `meta`."""
+    parts = parts_with_memory(tensor, or_meta=True)
+    # Why: tensors on meta have no address, and all empty ones have the same.
+    owners = [
+        (part.dtype, part.stride(), part.storage_offset(), part.untyped_storage()._cdata)
+        for part in parts
+        if part.is_meta or not part.numel()
+    ]
+    return (*tensor.shape, *geometry(tensor), *owners) if parts else (id(tensor),)
 
 
-def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]]:
+def _digests(value: torch.Tensor) -> list[int]:
+    return [content_digest(part) for part in parts_with_memory(value)] or [id(value)]
+
+
+def _alias(value: torch.Tensor, target: torch.Tensor, *, is_one: bool) -> torch.Tensor:
+    """Returns a loaded value for a second name.
+
+    Args:
+        value: The value of the first name.
+        target: The target of the second name.
+        is_one: Whether both names had one tensor, and not two of the same memory.
+    """
+    if is_one:
+        return value
+    if isinstance(target, torch.nn.Parameter):
+        may_learn = value.is_floating_point() or value.is_complex()
+        return torch.nn.Parameter(value.detach(), requires_grad=target.requires_grad and may_learn)
+    return value.detach()
+
+
+def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, Flat]:
     """Leaves out targets that the checkpoint lacks, but whose memory other targets fill.
 
     Models of the Hugging Face hub have one name for weights that are tied.
@@ -593,7 +638,7 @@ def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]
         index: Names that can be requested, with their numbers in the checkpoint.
 
     Returns:
-        The other values, and the names that were left out.
+        The other values, and those that were left out.
     """
     rows = [
         row
@@ -601,15 +646,16 @@ def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]
         if name not in index and isinstance(value, torch.Tensor)
     ]
     if not rows:
-        return flat, []
+        return flat, Flat()
     filled = {
-        place
+        _place(value)
         for name, value in zip(flat.names, flat.values, strict=True)
-        if name in index and isinstance(value, torch.Tensor) and (place := _place(value))
+        if name in index and isinstance(value, torch.Tensor)
     }
-    tied = {row for row in rows if _place(flat.values[row]) in filled}
-    kept = [row for row in range(len(flat.names)) if row not in tied]
-    return flat.only(kept), [flat.names[row] for row in sorted(tied)]
+    tied = [row for row in rows if _place(flat.values[row]) in filled]
+    left_out = set(tied)
+    kept = [row for row in range(len(flat.names)) if row not in left_out]
+    return flat.only(kept), flat.only(tied)
 
 
 def _compared(

@@ -168,8 +168,13 @@ def lost_memory_within(tensor: torch.Tensor) -> str | None:
     return next(filter(None, map(lost_memory, parts_with_memory(tensor))), None)
 
 
-def parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the strided tensors that hold the memory of a tensor, as far as it exposes them."""
+def parts_with_memory(tensor: torch.Tensor, *, or_meta: bool = False) -> list[torch.Tensor]:
+    """Returns the strided tensors that hold the memory of a tensor, as far as it exposes them.
+
+    Args:
+        tensor: A tensor of any class.
+        or_meta: Also return those on the meta device.
+    """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         # Why: a class with its own dispatch is a wrapper, and has no own memory.
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
@@ -178,10 +183,10 @@ def parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
             one
             for part in parts
             if isinstance(part, torch.Tensor)
-            for one in parts_with_memory(part)
+            for one in parts_with_memory(part, or_meta=or_meta)
         ]
-    is_strided = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
-    return [tensor] if is_strided else []
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return [tensor] if is_strided and (or_meta or not tensor.is_meta) else []
 
 
 def extent(tensor: torch.Tensor) -> int:

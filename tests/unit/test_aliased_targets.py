@@ -60,6 +60,43 @@ def test_tied_weights_come_back_from_the_one_name_that_the_hub_has_for_them(tmp_
     assert load({"empty": empty, "another": empty.detach()}, tmp_path).missing == ()
 
 
+def replaced(how: str) -> tuple[torch.Tensor, LoadOptions]:
+    """Returns a target that a load replaces by a new tensor, and the load's options."""
+    if how == "meta":
+        return torch.zeros(4, 8, device="meta"), LoadOptions()
+    make = cut if how == "sharded" else torch.zeros
+    return make(4, 8).double(), LoadOptions(dtype="keep")
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+@pytest.mark.parametrize("how", ["meta", "kept dtype", "sharded"])
+def test_new_tensors_of_names_that_were_one_tensor_are_one(
+    how: str, names: Any, tmp_path: Any
+) -> None:
+    words = torch.randn(4, 8)
+    saved(tmp_path, dict.fromkeys(names, words))
+    one, options = replaced(how)
+    state = {"a": one, "b": one}
+    assert load(state, tmp_path, options=options).missing == ()
+    assert state["a"] is state["b"]
+    assert torch.equal(getattr(state["a"], "_local_tensor", state["a"]), words)
+    state = {"a": one.detach(), "b": torch.nn.Parameter(one)}
+    assert load(state, tmp_path, options=options).missing == ()
+    assert isinstance(state["b"], torch.nn.Parameter)
+    first, second = (getattr(each, "_local_tensor", each) for each in state.values())
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(second, words)
+
+
+@pytest.mark.parametrize("how", ["meta", "kept dtype"])
+def test_new_tensors_whose_values_differ_are_two(how: str, tmp_path: Any) -> None:
+    saved(tmp_path, {"a": torch.zeros(4, 8), "b": -torch.zeros(4, 8)})
+    one, options = replaced(how)
+    state = {"a": one, "b": one}
+    load(state, tmp_path, options=options)
+    assert [bool(each.signbit().all()) for each in state.values()] == [False, True]
+
+
 def cut(*shape: int) -> DTensor:
     """Returns zeros as a sharded tensor, on the one rank that there is."""
     with as_rank(0, 1):
