@@ -2,12 +2,13 @@
 
 The environment sets no option. Entry points and the CLI build one of these values and pass it on
 unchanged. `check_whole`, `check_above_0` and `check_wait` check numbers that users pass, and
-`check_patterns` patterns.
+`check_patterns` patterns; `plain_integer` converts numbers.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
@@ -35,6 +36,20 @@ def check_patterns(patterns: object, name: str) -> None:
         raise InvalidRequestError(
             f"{name} must be a list of patterns, as ['model.*'], but is {patterns!r}", key=name
         )
+
+
+def plain_integer(value: Any) -> Any:
+    """Returns an integer of any class, such as numpy's, as Python's; other values as they are.
+
+    Examples:
+        >>> import numpy as np
+        >>> plain_integer(np.int64(3)), plain_integer(True), plain_integer("latest")
+        (3, True, 'latest')
+    """
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
 
 
 def check_whole(value: object, name: str, least: int = 0) -> int:

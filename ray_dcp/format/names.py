@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ray_dcp.errors import InvalidRequestError, UnsafeCheckpointError
 from ray_dcp.format import damaged
+from ray_dcp.options import plain_integer
 
 _MAX_KEY_CHARS = 4096
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -179,6 +180,7 @@ class StepNames:
         Raises:
             InvalidRequestError: The step is no integer from 0.
         """
+        step = plain_integer(step)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MAX_STEP:
             raise InvalidRequestError(
                 f"a step must be a whole number from 0 to {_MAX_STEP - 1}, but is {step!r}",

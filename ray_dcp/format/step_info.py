@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -185,7 +186,8 @@ def _info_of(found: Mapping[str, Any]) -> StepInfo:
         raise damaged(f"an info of version {_VERSION}", short(found.get("version")))
     metrics, metadata, items = (_mapping(found, n) for n in ("metrics", "metadata", "items"))
     for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or (isinstance(value, int) and abs(value) > sys.float_info.max):
             raise damaged(f"a number as metric {short(name)}", short(value))
     for folder in items.values():
         # Why: the folder becomes part of a path, which must not lead out of the step's folder.

@@ -45,7 +45,7 @@ from ray_dcp.manager.background import Ended, Finisher
 from ray_dcp.manager.collective_actions import CollectiveActions, Preemption
 from ray_dcp.manager.policies import EverySteps, RetentionPolicy, SaveFacts
 from ray_dcp.manager.settings import Item, Settings
-from ray_dcp.options import LoadOptions, SaveOptions, check_whole
+from ray_dcp.options import LoadOptions, SaveOptions, check_whole, plain_integer
 from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.saving import warm_staging
 from ray_dcp.torch_adapter.results import LoadReport
@@ -233,6 +233,7 @@ class Checkpointer:
             InvalidRequestError: `step` is invalid or not newer than the last saved step, or the
                 checkpointer is closed.
         """
+        step = plain_integer(step)
         self._check_new(step)
         if self._decided[0] == step:
             return self._decided[1]
@@ -279,6 +280,7 @@ class Checkpointer:
             RankDisagreementError: The ranks do not save the same steps.
             CheckpointError: With `on_error="raise"`: this save or an earlier one failed.
         """
+        step = plain_integer(step)
         self._check_new(step)
         told = ray_train.check_metrics(metrics)
         check_mapping(state)

@@ -28,6 +28,7 @@ import math
 import os
 import re
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -260,10 +261,11 @@ _ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
 
 def check_metrics(metrics: object) -> dict[str, Any]:
-    """Returns metrics as Ray Train accepts them: tensors and arrays of one element become numbers.
+    """Returns metrics as Ray Train accepts them: tensors and values of NumPy become numbers.
 
     Raises:
-        InvalidRequestError: `metrics` is not a dict, or a tensor or array has several elements.
+        InvalidRequestError: `metrics` is not a dict, or a value has several elements or is beyond
+            the range of floats.
 
     Examples:
         >>> check_metrics({"loss": torch.tensor(0.5), "n": np.float32(2), "phase": "warmup"})
@@ -285,6 +287,12 @@ def check_metrics(metrics: object) -> dict[str, Any]:
                     key=str(name),
                 )
             value = value.item()
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise InvalidRequestError(
+                f"metric {name!r} must be a number that a float can hold, but is beyond "
+                f"{sys.float_info.max:.3g}; give its logarithm",
+                key=str(name),
+            )
         found[str(name)] = value
     return found
 

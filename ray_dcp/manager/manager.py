@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,7 @@ from ray_dcp.manager.settings import (
     save_policy_of,
 )
 from ray_dcp.manager.step_export import StepExport, StepExporter
-from ray_dcp.options import LoadOptions
+from ray_dcp.options import LoadOptions, plain_integer
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import session_for
 from ray_dcp.view.progress import ShowProgress
@@ -347,7 +346,7 @@ class CheckpointManager:
                 agreement.
         """
         self._check_open()
-        return self._actions.should_save(step)
+        return self._actions.should_save(plain_integer(step))
 
     def save_facts(self) -> SaveFacts:
         """Returns the facts by which a save policy would decide now. Complete on rank 0 only.
@@ -399,7 +398,7 @@ class CheckpointManager:
         """
         self._check_writable()
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
-        return self._actions.save(step, state_dict, force, told, progress)
+        return self._actions.save(plain_integer(step), state_dict, force, told, progress)
 
     def save_async(
         self,
@@ -436,7 +435,7 @@ class CheckpointManager:
         self._check_writable()
         _close_at_exit(self)
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
-        is_saving = self._actions.save_async(step, state_dict, force, told)
+        is_saving = self._actions.save_async(plain_integer(step), state_dict, force, told)
         # Why one more: the save before those in progress has ended, so that nothing waits here.
         self._failed += self._failures(leave=self._max_pending + 1)
         return is_saving
@@ -490,7 +489,7 @@ class CheckpointManager:
                 "Preemption detection not enabled. Make the manager with chkpt_on_preemption=True",
                 key="chkpt_on_preemption",
             )
-        return self._actions.is_preempted(step)
+        return self._actions.is_preempted(plain_integer(step))
 
     def notice_preemption(self) -> None:
         """Records that this machine is being taken away: the next step is due on all ranks."""
@@ -527,7 +526,7 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.load`.
         """
         self._check_open()
-        return self._actions.restore(step, state_dict, options, progress)
+        return self._actions.restore(plain_integer(step), state_dict, options, progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step.
@@ -623,9 +622,7 @@ class CheckpointManager:
 
     def _number(self, step: int) -> int:
         """Returns a step as an int, integers of other libraries included, after checking it."""
-        if not isinstance(step, bool):
-            with suppress(TypeError):
-                step = operator.index(step)
+        step = plain_integer(step)
         self._settings.names.name_of(step)
         return step
 

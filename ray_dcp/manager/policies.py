@@ -15,6 +15,7 @@ without the unreadable one, with it as the best, or with it as the worst.
 from __future__ import annotations
 
 import math
+import sys
 import traceback
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from statistics import median
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.options import check_above_0, check_whole
+from ray_dcp.options import check_above_0, check_whole, plain_integer
 
 MOST_PROBED = 1_000_000
 """Largest number of steps that are tried to find out whether a policy is ever due."""
@@ -357,9 +358,7 @@ class AtSteps(_SavePolicy):
     def __init__(self, *steps: int) -> None:
         if not steps:
             raise InvalidRequestError("AtSteps needs at least one step, as AtSteps(1, 10, 100)")
-        for step in steps:
-            check_whole(step, "AtSteps.steps")
-        self.steps = frozenset(steps)
+        self.steps = frozenset(check_whole(plain_integer(step), "AtSteps.steps") for step in steps)
 
     def __repr__(self) -> str:
         return f"AtSteps({', '.join(map(str, sorted(self.steps)))})"
@@ -803,9 +802,15 @@ def check_metrics(
             )
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(
                 f"the metric {name!r} must be a number, but is {value!r}", key=name
+            ) from error
+        except OverflowError as error:
+            raise InvalidRequestError(
+                f"the metric {name!r} must be a number that a float can hold, but is beyond "
+                f"{sys.float_info.max:.3g}; give its logarithm",
+                key=name,
             ) from error
     for ranking in (one for one in rankings(policy) if not one.later):
         value = found.get(ranking.metric)

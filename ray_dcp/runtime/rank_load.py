@@ -58,7 +58,7 @@ from ray_dcp.io.reader import (
     read_prepared,
 )
 from ray_dcp.io.shared_read import SharedReadStorage, SmallFiles
-from ray_dcp.options import LoadOptions
+from ray_dcp.options import LoadOptions, plain_integer
 from ray_dcp.planning.reads import (
     RankShare,
     ReadNeeds,
@@ -570,7 +570,9 @@ class StepRange:
     """Only steps above this one; None for no limit."""
 
     def __post_init__(self) -> None:
-        for name, bound in (("at_most", self.at_most), ("newer_than", self.newer_than)):
+        for name in ("at_most", "newer_than"):
+            bound = plain_integer(getattr(self, name))
+            object.__setattr__(self, name, bound)
             if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
                 raise InvalidRequestError(
                     f"{name} must be a step, a whole number, but is {bound!r}", key=name

@@ -31,6 +31,7 @@ from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, not
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
+from ray_dcp.options import plain_integer
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view import drawing as draw
@@ -614,6 +615,7 @@ def choose(
         CheckpointNotFoundError: There is none; the message suggests similar keys.
         InvalidRequestError: The key is ambiguous.
     """
+    key = plain_integer(key)
     if isinstance(key, bool) or not isinstance(key, (int, str)):
         raise InvalidRequestError(
             f"a step is named by a number, 'latest', 'best', a tag or a folder, but got "

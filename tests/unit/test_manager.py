@@ -104,6 +104,33 @@ def test_steps_that_are_due_are_saved_and_others_are_not(manage):
     assert all(manager.save(step, state(step)) for step in (21, 25))
 
 
+@pytest.mark.parametrize("number", [np.int64, np.array, torch.tensor])
+def test_steps_may_be_integers_of_any_class(number, manage):
+    manager = manage(None, save_policy=AtSteps(number(3), 4) | EverySteps(10))
+    assert [manager.save(number(step), state(step)) for step in (1, 3)] == [False, True]
+    assert manager.should_save(number(4))
+    assert manager.save_async(number(4), state(4))
+    assert manager.save(number(5), state(5), True, metrics={"loss": number(2)})
+    manager.join()
+    found = manager.step_info(number(5))
+    assert (type(found.step), found.metrics) == (int, {"loss": 2.0})
+    assert restored(manager, number(4)) == 4
+    manager.tag(number(3), "kept")
+    with manager.reading(number(5)), pytest.raises(errors.CheckpointError, match="read"):
+        manager.delete(number(5))
+    run = ray_dcp.open(manager.path)
+    assert (run.step(number(3)).step, run[number(3)].url) == (3, run[3].url)
+    assert run.annotate(number(3), "best").step(3).note == "best"
+    found = state(-1)
+    bounds = {"at_most": number(4), "newer_than": number(3)}
+    assert ray_dcp.load_newest(found, manager.path, no_dist=True, **bounds).step == 4
+    assert manager.rewind(number(4)) == [5]
+    manager.delete(number(4))
+    assert manager.all_steps() == [3]
+    with pytest.raises(errors.InvalidRequestError, match="whole number"):
+        manager.save(True, state())
+
+
 def test_an_asynchronous_save_keeps_what_was_given_and_is_listed_when_it_is_committed(manage):
     manager = manage(1, max_pending_async=2)
     for step in range(4):

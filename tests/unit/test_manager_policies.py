@@ -9,6 +9,8 @@ import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,7 +217,9 @@ def test_the_newest_step_is_never_given_up(values, n, mode):
     [
         ({}, "which is missing"), (None, "which is missing"), ({"loss": math.nan}, "which is NaN"),
         ({"loss": "low"}, "must be a number"), ({"loss": None}, "must be a number"),
-        ({1: 2.0, "loss": 1.0}, "texts as names"),
+        ({1: 2.0, "loss": 1.0}, "texts as names"), ({"loss": 10**400}, "that a float can hold"),
+        ({"loss": Fraction(10**400)}, "that a float can hold"),
+        ({"loss": torch.ones(2)}, "must be a number"), ({"loss": Decimal("NaN")}, "which is NaN"),
     ],
 )  # fmt: skip
 def test_metrics_by_which_nothing_can_be_ranked_are_refused(metrics, match):

@@ -597,7 +597,10 @@ def test_a_step_whose_record_is_damaged_is_listed_not_counted_and_not_deleted(tm
     manager.close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest":"', None, "traversal", "metrics"])
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{}", b'{"digest":"', None, "traversal", "low", pytest.param(10**400, id="large")],
+)
 def test_an_info_that_is_not_what_was_written_is_damaged(damage):
     info = StepInfo(step=1, created_s=2.0, metrics={"loss": 1.0}, items={"model": "model.3"})
     data = encode_info(info)
@@ -606,8 +609,8 @@ def test_an_info_that_is_not_what_was_written_is_damaged(damage):
         damage = data.replace(b"1.0", b"1.5")
     elif damage == "traversal":
         damage = encode_info(replace(info, items={"model": "../../etc"}))
-    elif damage == "metrics":
-        damage = encode_info(replace(info, metrics={"loss": "low"}))
+    elif not isinstance(damage, bytes):
+        damage = encode_info(replace(info, metrics={"loss": damage}))
     with pytest.raises(errors.DamagedCheckpointError):
         decode_info(damage)
 

@@ -114,8 +114,8 @@ def test_due_steps_are_saved_and_each_is_reported_when_the_next_has_begun(make: 
     with make(interval=3) as ckpt:
         saved = []
         for step in range(8):
-            assert ckpt.should_save(step) == (step % 3 == 0)
-            if ckpt.save(step, state(step), {"loss": torch.tensor(float(step))}):
+            assert ckpt.should_save(np.int64(step)) == (step % 3 == 0)
+            if ckpt.save(np.int64(step), state(step), {"loss": torch.tensor(float(step))}):
                 saved.append((step, train.steps))
     assert saved == [(0, []), (3, [0]), (6, [0, 3])]
     assert train.reported[-1] == (6, {"step": 6, "loss": 6.0})
@@ -524,7 +524,11 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
 
 
 def test_metrics_become_numbers_and_what_can_not_is_named():
-    assert ray_train.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
+    for two in (torch.tensor(2.0), np.float32(2), np.full((1,), 2.0)):
+        told = ray_train.check_metrics({"loss": two, "n": 1})
+        assert told == ray_train.numbers_in(told) == {"loss": 2.0, "n": 1}
+    with pytest.raises(InvalidRequestError, match="a float can hold"):
+        ray_train.check_metrics({"n": 10**400})
     assert ray_train.check_metrics(None) == {}
     given = {"loss": np.float32(2), "n": np.int64(1), "acc": np.array([0.5]), "done": np.True_}
     for found in (given, ray_train.check_metrics(given)):
