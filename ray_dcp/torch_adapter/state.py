@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ray_dcp.errors import (
     DamagedCheckpointError,
@@ -340,6 +341,9 @@ def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Statef
     Of the two forms of a module, the one with more names in the checkpoint is chosen.
     """
     best: tuple[Stateful, Any] = part, part.state_dict()
+    if isinstance(value, LRScheduler):
+        # Why: a scheduler of others has their lists of tensors until its first step.
+        return part, _own_tensors(best[1])
     if isinstance(part, _Model):
         most = -1
         for form in (part, value):
@@ -351,6 +355,15 @@ def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Statef
             if num_found == len(names):
                 break
     return best
+
+
+def _own_tensors(value: Any) -> Any:
+    """Copies mappings, lists and tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _own_tensors(each) for key, each in value.items()}
+    return [_own_tensors(each) for each in value] if isinstance(value, list) else value
 
 
 def _part(value: Any, modules: Mapping[str, nn.Module]) -> Any:

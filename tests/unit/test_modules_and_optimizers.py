@@ -158,6 +158,33 @@ def test_a_scheduler_that_is_made_later_begins_where_the_saved_one_did(tmp_path:
     assert [group["initial_lr"] for group in other["optimizer"].param_groups] == [0.1]
 
 
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_scheduler_of_schedulers_has_rates_in_tensors_of_its_own(num_steps: int, tmp_path: Path):
+    """Until its first step it shows the list of another scheduler as its own."""
+
+    def scheduled(num_steps: int) -> dict[str, Any]:
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.zeros(2)
+        optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5))
+        parts = [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.5, 0.1)]
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+        for _ in range(num_steps):
+            optimizer.step()
+            scheduler.step()
+        return {"optimizer": optimizer, "scheduler": scheduler}
+
+    state, other = scheduled(5), scheduled(num_steps)
+    save(state, tmp_path)
+    load(other, tmp_path)
+    assert other["scheduler"].state_dict() == state["scheduler"].state_dict()
+    for each in (state, other):
+        each["optimizer"].step()
+        each["scheduler"].step()
+    assert other["scheduler"].state_dict() == state["scheduler"].state_dict()
+    lrs = [each["optimizer"].param_groups[0]["lr"] for each in (state, other)]
+    assert lrs[0] == lrs[1]
+
+
 def flat_one(seed: int, use_orig_params: bool) -> dict[str, Any]:
     """Returns a model of FSDP1, and its optimizer."""
     model = FullyShardedDataParallel(
