@@ -18,6 +18,7 @@ from warnings import warn
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ray_dcp.core.dtypes import READABLE
 from ray_dcp.core.processes import collector_paused
@@ -445,7 +446,7 @@ def alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     Raises:
         UnsupportedValueError: The tensor has no values that could be pickled.
     """
-    if tensor.is_meta or tensor.is_nested:
+    if tensor.is_meta or tensor.is_nested or is_lazy(tensor):
         raise UnsupportedValueError(
             f"{fqn!r} ({type(tensor).__qualname__}) {unsupported_reason(tensor)}"
         )

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_dcp.errors import (
@@ -354,7 +355,23 @@ def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Statef
                 best, most = (form, state), num_found
             if num_found == len(names):
                 break
+        return best[0], _with_shapes(key, best[1], stored)
     return best
+
+
+def _with_shapes(key: str, state: Any, stored: Stored) -> Any:
+    """Returns the state of a module with tensors of the stored shapes for those of lazy modules.
+
+    A lazy module takes the shapes of what its `load_state_dict` gets.
+    """
+    if not any(map(is_lazy, state.values())):
+        return state
+    return {
+        name: torch.empty(stored.value(full).shape, dtype=value.dtype, device=value.device)
+        if is_lazy(value) and (full := f"{key}.{name}") in stored.names
+        else value
+        for name, value in state.items()
+    }
 
 
 def _own_tensors(value: Any) -> Any:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ray_dcp.errors import UnsupportedValueError
 
@@ -132,6 +133,8 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
 
 def no_target_reason(tensor: torch.Tensor) -> str | None:
     """Returns why no values can be written to a tensor of any class, or None if they can."""
+    if is_lazy(tensor):
+        return "has no shape before the first forward pass of its lazy module: make one first"
     if tensor.is_nested:
         return "is a nested tensor: use the tensors of .unbind(), or .values() and .offsets()"
     if tensor.layout is not torch.strided:

@@ -291,6 +291,23 @@ def test_a_module_that_takes_memory_in_its_own_load_is_loaded(how: str, tmp_path
         load({"model": model}, tmp_path)
 
 
+def test_a_lazy_module_takes_the_shapes_that_are_stored(tmp_path: Path):
+    state = {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())}
+    refused = r"'model\.0\.weight'.*has no shape before the first forward pass"
+    with pytest.raises(UnsupportedValueError, match=refused):
+        save(state, tmp_path)
+    state["model"](torch.ones(2, 4))
+    save(state, tmp_path)
+    other = {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())}
+    load(other, tmp_path)
+    for name, value in state["model"].state_dict().items():
+        assert torch.equal(other["model"].state_dict()[name], value)
+    other["model"](torch.ones(2, 4)).sum().backward()
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedValueError, match=r"'model\.0\.weight' has no shape"):
+        load({"model": {"0.weight": lazy.weight}}, tmp_path)
+
+
 @pytest.mark.parametrize("wrap", [bare, WRAPS["compile"]])
 @pytest.mark.parametrize("assigns", [False, True])
 def test_what_a_module_rounds_is_reported_where_the_saved_dtype_is_to_be_kept(
