@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -51,7 +51,7 @@ from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import threads_for
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
-from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
+from ray_dcp.torch_adapter.flatten import Rename, flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import load_object, load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.sink import AsStored
@@ -235,6 +235,63 @@ def _renamed(path: NamePath, name: str, flat: Collection[NamePath]) -> NamePath:
     return (*path[:low], *new, *path[high:])
 
 
+_PARAMS = re.compile(r"(?P<optimizer>.+)\.param_groups\.\d+\.params", re.DOTALL)
+
+
+def _rename_parameters(
+    values: dict[str, Any],
+    kept: Iterable[Selected],
+    found: Iterable[Selected],
+    key_map: KeyMap | None,
+) -> None:
+    """Gives the parameters that groups of optimizers list the names that their state gets.
+
+    Args:
+        values: Values by stored name; lists of names are replaced.
+        kept: What `chosen` returned.
+        found: The contents of the checkpoint.
+        key_map: As for `chosen`.
+    """
+    lists = [
+        (each, old, new)
+        for each in kept
+        if isinstance(values.get(each.name), list)
+        and (old := _PARAMS.fullmatch(each.name))
+        and (new := _PARAMS.fullmatch(each.fqn))
+    ]
+    if key_map is None or not lists:
+        return
+    rename, names = renamer(key_map), [each.name for each in found]
+    for each, old, new in lists:
+        before, after = f"{old['optimizer']}.state.", f"{new['optimizer']}.state."
+        state = [name.removeprefix(before) for name in names if name.startswith(before)]
+        keys = {owner: f".{key}" for owner, _, key in (name.rpartition(".") for name in state)}
+        values[each.name] = [
+            _parameter(entry, before, after, keys.get(entry, ""), rename)
+            if isinstance(entry, str)
+            else entry
+            for entry in values[each.name]
+        ]
+
+
+def _parameter(name: str, before: str, after: str, key: str, rename: Rename) -> str:
+    """Returns the new name of a parameter, by the one that a value of its state gets.
+
+    Args:
+        name: The old name.
+        before: What precedes it in the names of its state.
+        after: What precedes it in the new names.
+        key: What follows it; empty if it has no state.
+        rename: The key map.
+    """
+    # Why: a function need not know the name of a parameter that has no state.
+    with suppress(Exception):
+        found = rename(f"{before}{name}{key}")
+        if found is not None and found.startswith(after) and found.endswith(key):
+            return found[len(after) : len(found) - len(key)]
+    return name
+
+
 def matches(name: str, include: Sequence[str]) -> bool:
     """Returns whether a name matches any of the patterns, or there are none.
 
@@ -409,7 +466,7 @@ def read_state_dict(
         checkpoint_id: Path or URL of any checkpoint that `load` reads.
         include: Shell patterns of FQNs; everything if empty.
         key_map: See `LoadOptions.key_map`. Mappings with dots in their keys, as a module's
-            `state_dict()`, stay flat.
+            `state_dict()`, stay flat. The names in the parameter groups of optimizers follow.
         dtype: The dtype to cast floating-point tensors to; unchanged if None.
         storage_reader: As for `load`.
         options: As for `load`.
@@ -425,7 +482,8 @@ def read_state_dict(
         ...     read_state_dict(f"{root}/a")
         {'s': {0: tensor([1.]), 'e': {}}}
     """
-    stored = chosen(stored_in(checkpoint_id, storage_reader)[0], include, key_map, dtype)
+    found, _ = stored_in(checkpoint_id, storage_reader)
+    stored = chosen(found, include, key_map, dtype)
     flat: dict[str, Any] = {
         each.name: None
         if each.dtype is None
@@ -435,6 +493,7 @@ def read_state_dict(
         for each in stored
     }
     read_into(flat, checkpoint_id, storage_reader, options, casts=dtype is not None)
+    _rename_parameters(flat, stored, found, key_map)
     return nested({each.path: flat[each.name] for each in stored})
 
 
@@ -481,6 +540,7 @@ def dcp_to_torch_save(
         objects[each.name] = AsStored.of(each.shape, each.dtype or torch.uint8)
     if objects:
         read_into(objects, dcp_checkpoint_dir, None, options, casts=casts)
+        _rename_parameters(objects, stored, found, key_map)
     shown = reporting(progress, "exporting", os.fspath(torch_save_path))
     with shown as meter, _published(torch_save_path) as temporary:
         with FakeTensorMode():
@@ -791,6 +851,7 @@ def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | 
     ]
     values = dict(zip(flat.names, flat.values, strict=True))
     kept = chosen(everything, include, key_map)
+    _rename_parameters(values, kept, everything, key_map)
     return nested({each.path: values[each.name] for each in kept})
 
 

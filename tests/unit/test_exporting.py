@@ -171,6 +171,35 @@ def test_the_state_dict_of_a_module_stays_one_when_its_names_get_a_prefix(
         assert [*found["optimizer"]["state"]] == ["net.0.weight", "net.0.bias"]
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_groups_of_optimizers_list_parameters_by_their_new_names(num_steps: int, tmp_path: Path):
+    def layers(names: Any) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+        groups = [{"params": model[name].parameters(), "lr": lr} for name, lr in names.items()]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups)}
+
+    saved = layers({"net": 0.5, "head": 0.25})
+    for _ in range(num_steps):
+        saved["model"]["net"](torch.ones(2)).sum().backward()
+        saved["optimizer"].step()
+    ray_dcp.save(saved, checkpoint_id=tmp_path / "a")
+    key_map = [(r"[.]net[.]", ".body."), (r"[.]head[.]", ".top.")]
+    ray_dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "renamed.pt", key_map=key_map)
+    ray_dcp.torch_save_to_dcp(tmp_path / "renamed.pt", tmp_path / "b")
+    ray_dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pt")
+    ray_dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c", key_map=key_map)
+    for name in ("b", "c"):
+        other = layers({"top": 0.1, "body": 0.1})
+        ray_dcp.load(other, checkpoint_id=tmp_path / name)
+        assert [group["lr"] for group in other["optimizer"].param_groups] == [0.25, 0.5]
+    read = ray_dcp.read_state_dict(tmp_path / "a", key_map=key_map)
+    assert read["optimizer"]["param_groups"][0]["params"] == ["body.weight", "body.bias"]
+    names = {name: name.replace(".net.", ".body.") for name in ray_dcp.open(tmp_path / "a").names}
+    read = ray_dcp.read_state_dict(tmp_path / "a", key_map=names.__getitem__)
+    expected = "body" if num_steps else "net"
+    assert read["optimizer"]["param_groups"][0]["params"][0] == f"{expected}.weight"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kind: str):
     source = checkpoints.save(tmp_path / "source")
