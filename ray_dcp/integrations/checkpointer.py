@@ -559,7 +559,7 @@ def checkpointer(
                     ckpt.save(step, state, metrics={"loss": loss})
         ```
     """
-    check_whole(save_interval, "save_interval", 1)
+    save_interval = check_whole(plain_integer(save_interval), "save_interval", 1)
     check_whole(check_preemption_every, "check_preemption_every")
     if on_error not in get_args(OnError):
         raise InvalidRequestError(

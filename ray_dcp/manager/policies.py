@@ -145,7 +145,8 @@ class EverySteps(_SavePolicy):
     only_steps = True
 
     def __post_init__(self) -> None:
-        check_whole(self.interval, "EverySteps.interval", 1)
+        interval = check_whole(plain_integer(self.interval), "EverySteps.interval", 1)
+        object.__setattr__(self, "interval", interval)
 
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
@@ -621,7 +622,8 @@ class KeepEverySteps(_RetentionPolicy):
     interval: int
 
     def __post_init__(self) -> None:
-        check_whole(self.interval, "KeepEverySteps.interval", 1)
+        interval = check_whole(plain_integer(self.interval), "KeepEverySteps.interval", 1)
+        object.__setattr__(self, "interval", interval)
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""

@@ -23,7 +23,7 @@ from ray_dcp.manager.policies import (
     check_save_policy,
     listens_for_preemption,
 )
-from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole
+from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole, plain_integer
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def save_policy_of(
             key="chkpt_on_preemption",
         )
     if interval is not None:
-        check_whole(interval, "save_interval", 1)
+        interval = check_whole(plain_integer(interval), "save_interval", 1)
     chosen = EverySteps(interval or 1) if policy is None else check_save_policy(policy)
     return AnyOf(chosen, OnPreemption()) if preemption else chosen
 

@@ -106,7 +106,9 @@ def test_steps_that_are_due_are_saved_and_others_are_not(manage):
 
 @pytest.mark.parametrize("number", [np.int64, np.array, torch.tensor])
 def test_steps_may_be_integers_of_any_class(number, manage):
-    manager = manage(None, save_policy=AtSteps(number(3), 4) | EverySteps(10))
+    manager = manage(number(10))
+    assert [manager.should_save(step) for step in (10, 11)] == [True, False]
+    manager = manage(None, save_policy=AtSteps(number(3), 4) | EverySteps(number(10)))
     assert [manager.save(number(step), state(step)) for step in (1, 3)] == [False, True]
     assert manager.should_save(number(4))
     assert manager.save_async(number(4), state(4))
