@@ -20,7 +20,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -722,10 +722,29 @@ class _OwnForm:
         self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
     ) -> OptimizerTargets:
         self._key = key
-        if key in stored.names and not stored.below(key, prefixes):
+        items = stored.below(key, prefixes)
+        if key in stored.names and not items:
             return OptimizerTargets(None)
         with primed(self._optimizer):
-            return OptimizerTargets(_containers(self.state_dict()))
+            tree = _containers(self.state_dict())
+        if items and strict and not prefixes:
+            self._drop_unstored(tree, stored.names)
+        return OptimizerTargets(tree)
+
+    def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
+        """Removes the state of parameters that had none when they were saved."""
+        if all(name in names for name in flatten({self._key: tree}).names):
+            return
+        optimizer_state = self._optimizer.state
+        held = dict(optimizer_state)
+        optimizer_state.clear()
+        try:
+            with suppress(Exception):  # a class that has no state dict without state
+                without_state = set(flatten({self._key: self.state_dict()}).names)
+                _prune(tree, self._key, without_state, names)
+        finally:
+            optimizer_state.clear()
+            optimizer_state.update(held)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Why a copy: torch's helper changes its argument.
@@ -775,6 +794,9 @@ class _FlatParameters(_OwnForm):
                 # A scheduler that does not exist yet had added it: "initial_lr".
                 groups[int(index)].setdefault(option, None)
         return found
+
+    def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
+        """Does nothing, as `targets` does it by names: a state dict more is a collective more."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
@@ -1009,6 +1031,28 @@ def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any
     with torch.no_grad():
         own.detach().copy_(value)
     return own
+
+
+def _prune(
+    tree: dict[Any, Any], key: str, without_state: Collection[str], names: Collection[str]
+) -> None:
+    """Removes mappings that an optimizer has only with state, and of which nothing is stored.
+
+    Args:
+        tree: State of an optimizer; changed in place.
+        key: Its name.
+        without_state: Names of values that the optimizer has without state.
+        names: Names of stored values.
+    """
+    for part, value in list(tree.items()):
+        name = f"{key}.{part}"
+        if not isinstance(value, dict) or not value:
+            continue
+        known = (each in names or each in without_state for each in flatten({name: value}).names)
+        if name in without_state or any(known):
+            _prune(value, name, without_state, names)
+        else:
+            del tree[part]
 
 
 def _containers(value: Any) -> Any:

@@ -737,6 +737,36 @@ def test_a_class_with_a_state_dict_of_its_own_keeps_its_form(tmp_path: Path):
     assert "o.mine.p0.exp_avg" in ray_dcp.open(tmp_path / "c")
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("trained", [(), (2,), (0, 2)])
+def test_a_class_with_a_state_dict_of_its_own_is_rolled_back_to_less_state(
+    trained: Any, num_steps: int, tmp_path: Path
+):
+    class Own(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), "more": {"deep": {"version": 1}}}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            assert state_dict["more"] == {"deep": {"version": 1}}
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != "more"})
+
+    saved, other = (made(lambda model: Own(model.parameters()), seed) for seed in (1, 2))
+    for index in trained:
+        saved["m"][index](torch.ones(saved["m"][index].in_features)).sum().backward()
+    saved["o"].step()
+    save(saved, tmp_path)
+    step(other, num_steps)
+    assert bool(load(other, tmp_path, strict=False).missing) == (len(trained) < 2)
+    load(other, tmp_path)
+    assert held(other) == held(saved)
+    other["o"].param_groups[0]["amsgrad"] = True
+    for state in other["o"].state.values():
+        state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+    if trained:
+        with pytest.raises(MissingKeyError, match="max_exp_avg_sq"):
+            load(other, tmp_path)
+
+
 def test_only_what_the_prefixes_name_changes(tmp_path: Path):
     state, other = made(adamw), made(adamw, 2)
     step(state)
