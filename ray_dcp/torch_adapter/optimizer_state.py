@@ -729,6 +729,7 @@ class _OwnForm:
             tree = _containers(self.state_dict())
         if items and strict and not prefixes:
             self._drop_unstored(tree, stored.names)
+        _add_options(tree.get("param_groups"), items)
         return OptimizerTargets(tree)
 
     def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
@@ -782,17 +783,10 @@ class _FlatParameters(_OwnForm):
         if found.state is None or not items:
             return found
         self._groups = [set(group["params"]) for group in found.state["param_groups"]]
-        state, groups = found.state["state"], found.state["param_groups"]
+        state = found.state["state"]
         for name in list(state):
             if not any(each in items for each in flatten({"state": {name: state[name]}}).names):
                 del state[name]
-        for name, item in items.items():
-            part, _, rest = name.partition(".")
-            index, _, option = rest.partition(".")
-            is_option = part == "param_groups" and item.dtype is None and "." not in option
-            if is_option and index.isdecimal() and int(index) < len(groups):
-                # A scheduler that does not exist yet had added it: "initial_lr".
-                groups[int(index)].setdefault(option, None)
         return found
 
     def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
@@ -1031,6 +1025,22 @@ def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any
     with torch.no_grad():
         own.detach().copy_(value)
     return own
+
+
+def _add_options(groups: Any, items: Mapping[str, StoredValue]) -> None:
+    """Adds targets for stored options that the groups of an optimizer lack.
+
+    A scheduler that does not exist yet had added them, such as `initial_lr`.
+    """
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return
+    for name, item in items.items():
+        part, _, rest = name.partition(".")
+        index, _, option = rest.partition(".")
+        is_option = part == "param_groups" and option and "." not in option
+        if is_option and index.isdecimal() and int(index) < len(groups):
+            target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
+            groups[int(index)].setdefault(option, target)
 
 
 def _prune(

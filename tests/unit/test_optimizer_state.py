@@ -767,6 +767,21 @@ def test_a_class_with_a_state_dict_of_its_own_is_rolled_back_to_less_state(
             load(other, tmp_path)
 
 
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_a_class_with_a_state_dict_of_its_own_takes_what_a_scheduler_added(lr: Any, tmp_path: Path):
+    class Own(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            return super().state_dict()
+
+    saved, other = (made(lambda model: Own(model.parameters(), lr=lr), seed) for seed in (1, 2))
+    torch.optim.lr_scheduler.ExponentialLR(saved["o"], 0.5)
+    step(saved)
+    save(saved, tmp_path)
+    load(other, tmp_path)
+    assert held(other) == held(saved)
+    assert other["o"].param_groups[0]["initial_lr"] == 0.5
+
+
 def test_only_what_the_prefixes_name_changes(tmp_path: Path):
     state, other = made(adamw), made(adamw, 2)
     step(state)
