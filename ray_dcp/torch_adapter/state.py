@@ -12,8 +12,8 @@ parameters. So both are named by parameter, as in torch's own helpers; see `opti
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -333,7 +333,27 @@ class _Model:
                 raise _on_meta(self._key, still)
         else:
             # Why a copy: torch's helper changes its argument.
-            _stock.set_model_state_dict(self._module, dict(state_dict))
+            with _called_with_state_alone(self._module):
+                _stock.set_model_state_dict(self._module, dict(state_dict))
+
+
+@contextmanager
+def _called_with_state_alone(module: nn.Module) -> Iterator[None]:
+    """Calls the `load_state_dict` of a user's class with one argument for the time of the block.
+
+    Why: torch's helper also passes `strict` and `assign`, which such a class need not have.
+    """
+    if gives_torchs(module, nn.Module, "load_state_dict"):
+        yield
+        return
+    before = {k: v for k, v in vars(module).items() if k == "load_state_dict"}
+    own = module.load_state_dict
+    vars(module)["load_state_dict"] = lambda state_dict, **_: own(state_dict)
+    try:
+        yield
+    finally:
+        del vars(module)["load_state_dict"]
+        vars(module).update(before)
 
 
 def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:

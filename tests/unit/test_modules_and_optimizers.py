@@ -291,6 +291,26 @@ def test_a_module_that_takes_memory_in_its_own_load_is_loaded(how: str, tmp_path
         load({"model": model}, tmp_path)
 
 
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_module_loads_by_a_method_of_its_own_that_has_one_argument(where: str, tmp_path: Path):
+    calls: list[str] = []
+
+    class Own(nn.Linear):
+        def load_state_dict(self, state: Any) -> Any:
+            calls.append("class")
+            return super().load_state_dict(state)
+
+    state, model = {"model": nn.Linear(2, 2)}, Own(2, 2)
+    if where == "instance":
+        model.load_state_dict = lambda state: calls.append(where)
+    before = dict(vars(model))
+    save(state, tmp_path)
+    load({"model": model}, tmp_path)
+    assert torch.equal(model.weight, state["model"].weight)
+    assert calls == [where]
+    assert vars(model) == before
+
+
 def test_a_lazy_module_takes_the_shapes_that_are_stored(tmp_path: Path):
     state = {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())}
     refused = r"'model\.0\.weight'.*has no shape before the first forward pass"
