@@ -12,8 +12,8 @@ parameters. So both are named by parameter, as in torch's own helpers; see `opti
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
@@ -331,29 +332,19 @@ class _Model:
             held = self._module.state_dict() if self._without_memory else {}
             if still := [name for name in self._without_memory if held[name].is_meta]:
                 raise _on_meta(self._key, still)
-        else:
+        elif FullyShardedDataParallel.fsdp_modules(self._module):
             # Why a copy: torch's helper changes its argument.
-            with _called_with_state_alone(self._module):
-                _stock.set_model_state_dict(self._module, dict(state_dict))
-
-
-@contextmanager
-def _called_with_state_alone(module: nn.Module) -> Iterator[None]:
-    """Calls the `load_state_dict` of a user's class with one argument for the time of the block.
-
-    Why: torch's helper also passes `strict` and `assign`, which such a class need not have.
-    """
-    if gives_torchs(module, nn.Module, "load_state_dict"):
-        yield
-        return
-    before = {k: v for k, v in vars(module).items() if k == "load_state_dict"}
-    own = module.load_state_dict
-    vars(module)["load_state_dict"] = lambda state_dict, **_: own(state_dict)
-    try:
-        yield
-    finally:
-        del vars(module)["load_state_dict"]
-        vars(module).update(before)
+            _stock.set_model_state_dict(self._module, dict(state_dict))
+        else:
+            # Why not the helper: it expects all parameters, and a state dict hook may omit some.
+            own = {
+                fqn: name
+                for name in self._module.state_dict()
+                for fqn in _stock._get_fqns(self._module, name)
+            }
+            self._module.load_state_dict(
+                {own.get(name, name): value for name, value in state_dict.items()}
+            )
 
 
 def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:

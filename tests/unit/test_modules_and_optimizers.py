@@ -311,6 +311,36 @@ def test_a_module_loads_by_a_method_of_its_own_that_has_one_argument(where: str,
     assert vars(model) == before
 
 
+@pytest.mark.parametrize("wrap", ["bare", "compile", "DDP of compiled", "compiled DDP"])
+def test_a_module_whose_hooks_omit_parameters_is_loaded_without_them(wrap: str, tmp_path: Path):
+    def adapted() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+
+        def omit(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            for name in ("0.weight", "0.bias"):
+                del state[prefix + name]
+
+        def add(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            for name, parameter in model[0].named_parameters():
+                state[f"{prefix}0.{name}"] = parameter.detach()
+
+        model.register_state_dict_post_hook(omit)
+        model.register_load_state_dict_pre_hook(add)
+        return {"model": WRAPS[wrap](model)}
+
+    state, other = adapted(), adapted()
+    save(state, tmp_path)
+    assert set(ray_dcp.open(tmp_path / "c").names) == {"model.1.weight", "model.1.bias"}
+    load(other, tmp_path)
+    *frozen, weight, bias = zip(
+        *(each["model"].parameters() for each in (state, other)), strict=True
+    )
+    assert torch.equal(*weight)
+    assert torch.equal(*bias)
+    assert not torch.equal(*frozen[0])
+
+
 def test_a_lazy_module_takes_the_shapes_that_are_stored(tmp_path: Path):
     state = {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())}
     refused = r"'model\.0\.weight'.*has no shape before the first forward pass"
