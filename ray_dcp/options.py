@@ -243,7 +243,8 @@ class LoadOptions:
     key_map: KeyMap | None = field(default=None, hash=False)
     """How to rename keys of the checkpoint to those of the state dict: a dict from old to new
     names; `(regular expression, replacement)` pairs, applied in order to each name; or a function
-    of the old name, which returns None to leave a key out."""
+    of the old name, which returns None to leave a key out. Parameter groups of an optimizer are
+    matched by the new names."""
     prefixes: Sequence[str] = field(default=(), hash=False)
     """Load only values at or below these dotted names of the state dict; all others keep their
     values and are not reported as missing. If empty, load everything."""
