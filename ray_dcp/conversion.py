@@ -211,6 +211,8 @@ def _renamed(path: NamePath, name: str, flat: Collection[NamePath]) -> NamePath:
         ('net', '1.weight')
         >>> _renamed(("model", "scale"), "model.net.scale", {("model",)})
         ('model', 'net.scale')
+        >>> _renamed(("model", "0.weight"), "ema.net.0.weight", {("model",)})
+        ('ema', 'net.0.weight')
         >>> _renamed(("a", "l", 0), "b.c.l.0", ()), _renamed(("a", "w"), "b.c.d", ())
         (('b', 'c', 'l', 0), ('b', 'c', 'd'))
     """
@@ -224,9 +226,13 @@ def _renamed(path: NamePath, name: str, flat: Collection[NamePath]) -> NamePath:
     while low < high and name.startswith(f"{path[low]}."):
         name = name[len(str(path[low])) + 1 :]
         low += 1
-    if low == high and path[:low] in flat:
-        return (*path[:low], f"{name}.{path[low]}", *path[low + 1 :])
     new, old = name.split("."), [str(part) for part in path[low:high]]
+    if high < len(path) and path[:high] in flat:
+        # A mapping with such keys stays as deep as it was.
+        num_parents = len(".".join(old).split(".")) if old else 0
+        parents, added = new[:num_parents], new[num_parents:]
+        key = ".".join([*added, str(path[high])]) if added else path[high]
+        return (*path[:low], *parents, key, *path[high + 1 :])
     if dotted := [at for at in range(len(old)) if path[: low + at] in flat]:
         # Parts that the new name lacks are taken for keys before the one with dots.
         lacking = len(".".join(old).split(".")) - len(new)

@@ -169,6 +169,8 @@ def test_the_state_dict_of_a_module_stays_one_when_its_names_get_a_prefix(
     assert [*(found["model"] if where else found)] == [*whole.state_dict()]
     if where:
         assert [*found["optimizer"]["state"]] == ["net.0.weight", "net.0.bias"]
+        found = ray_dcp.read_state_dict(tmp_path / "source", key_map=[("^model[.]", "ema.net.")])
+        assert [*found["ema"]] == [*whole.state_dict()]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
