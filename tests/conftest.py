@@ -47,10 +47,10 @@ FIRST = ("unit", "property")
 LONGEST = (
     "test_train", "test_matrix", "test_cluster_configs", "test_torchrun",
     "test_async_bad_input", "test_async_saves", "test_heartbeats",
-    "test_runtime_stager", "test_shared_reads", "test_memory_tier", "test_runtime_workers",
+    "test_runtime_stager", "test_memory_tier", "test_runtime_workers",
     "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",
     "test_frameworks", "test_full_disk", "test_manager_ranks",
-    "test_no_collectives", "test_repeated_saves", "test_gatherers",
+    "test_repeated_saves", "test_gatherers",
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several
 processes end at about the same time. In front are those that mostly wait: meanwhile the others
