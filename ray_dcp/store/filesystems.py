@@ -442,10 +442,10 @@ def _files_below(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
             continue  # It was removed meanwhile, or nothing was ever written here.
         for entry in entries:
             name = entry["name"].rstrip("/")
-            if entry["type"] == "directory" and name != folder:
-                todo.append(name)
-            else:
+            if entry["type"] != "directory":
                 found[name] = entry
+            elif name != folder:  # Some filesystems list a folder in itself.
+                todo.append(name)
     return found
 
 
