@@ -228,6 +228,7 @@ class _Named:
         self._numbers: list[list[Any]] = []
         self._table: Mapping[str, Any] | None = None
         self._num_stored: int | None = None
+        self._flat_keys: dict[str, tuple[str, str]] = {}
         self._absent: set[str] = set()
         self._renamed_to: dict[str, str] = {}
         self._as_saved: set[int] = set()
@@ -331,6 +332,13 @@ class _Named:
     def _ask_groups(self, items: Mapping[str, StoredValue], tree: dict[str, Any]) -> set[str]:
         """Adds targets for the groups; returns the names of groups that the optimizer lacks."""
         own, left, options = self._optimizer.param_groups, set[str](), set[str]()
+        known = {option for group in own for option in group} - {"params", "param_names"}
+        self._flat_keys = {}
+        if any(_flat_part(item.path) for item in items.values()):
+            tree["param_groups"] = self._ask_flat_groups(items)
+            self._num_stored = len({name for name, _ in self._flat_keys.values()})
+            self._absent = known - {option for _, option in self._flat_keys.values()}
+            return left
         tree["param_groups"] = []
         for rest, item in items.items():
             number, _, option = rest.partition(".")
@@ -345,12 +353,43 @@ class _Named:
         groups = tree["param_groups"] = [group or {} for group in tree["param_groups"]]
         self._num_stored = len(groups)
         groups += [{} for _ in own[len(groups) :]]
-        known = {option for group in own for option in group} - {"params", "param_names"}
         self._absent = known - options
         for index, (group, held) in enumerate(zip(groups, own, strict=False)):
             lacking = known if index >= self._num_stored else self._absent
             group.update({option: held[option] for option in held if option in lacking})
         return left
+
+    def _ask_flat_groups(self, items: Mapping[str, StoredValue]) -> dict[str, Any]:
+        """Returns targets for groups that torch has flattened: options of each parameter."""
+        if not self._by_name:
+            raise StateDictError(
+                f"the checkpoint has the options of the optimizer {self._key!r} by the names of "
+                f"its parameters (flatten_optimizer_state_dict=True); give the module that has "
+                f"them in the state dict too",
+                key=self._key,
+            )
+        tree: dict[str, Any] = {}
+        for rest, item in items.items():
+            part = _flat_part(item.path)
+            inner = item.path[item.path.index(part) + 1 :] if item.path and part else ()
+            key = rest.removesuffix("".join(f".{each}" for each in inner))
+            owner = _owned({key: None}, self._by_name).get(key)
+            if owner is None:
+                continue
+            self._flat_keys[key] = owner, key[len(owner) + 1 :]
+            target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
+            set_by_path(tree, (key, *inner), target)
+        return tree
+
+    def _as_list(self, groups: Any) -> list[dict[str, Any]]:
+        """Returns the groups of a state: of each parameter by itself if they are flattened."""
+        if not isinstance(groups, Mapping):
+            return list(groups)
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in groups.items():
+            name, option = self._flat_keys[key]
+            found.setdefault(name, {"params": [name]})[option] = value
+        return list(found.values())
 
     def _ask_state(
         self, items: Mapping[str, StoredValue], root: dict[str, Any]
@@ -509,7 +548,7 @@ class _Named:
         Raises:
             StateDictError: They do not fit.
         """
-        self._matched(state["param_groups"])
+        self._matched(self._as_list(state["param_groups"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         packed = self._packed(state_dict)
@@ -532,7 +571,8 @@ class _Named:
                 f"found {type(loaded).__name__}",
                 key=self._key,
             )
-        groups = self._matched(loaded["param_groups"])
+        listed = self._as_list(loaded["param_groups"])
+        groups = self._matched(listed)
         table = self._table
         if table is None:
             is_named = any(key in self._by_name for key in loaded["state"])
@@ -545,7 +585,7 @@ class _Named:
             parameter = table.get(str(key))
             if parameter is not None:
                 values[id(parameter)] = value
-            elif not any(key in (g.get("params") or ()) for g in loaded["param_groups"]):
+            elif not any(key in (g.get("params") or ()) for g in listed):
                 others[key] = value
             elif self._is_strict:
                 check_all_taken([f"{self._key}.state.{key}"], strict=None)
@@ -869,6 +909,15 @@ def _under_new_names(
         ]
         for group in groups
     ]
+
+
+def _flat_part(path: NamePath | None) -> str | None:
+    """Returns the key that `StateDictOptions(flatten_optimizer_state_dict=True)` gave to an option.
+
+    That is `"param_groups.NAME.OPTION"`, with the name of a parameter.
+    """
+    keys = (part for part in path or () if isinstance(part, str))
+    return next((key for key in keys if key.startswith("param_groups.")), None)
 
 
 def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ray_dcp
 from ray_dcp import saving
@@ -413,6 +413,31 @@ def test_options_that_are_tensors_come_out_of_a_table_in_groups(
     ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, options=options)
     load(other, tmp_path)
     assert held(other) == held(state)
+
+
+@pytest.mark.parametrize("of", [adamw, grouped(2, 2), with_rates_in_tensors(grouped(2, 2))])
+def test_options_that_torch_has_flattened_come_into_groups(of: Make, tmp_path: Path):
+    """As torchtitan saves them."""
+    state, other = made(of), made(of, 2)
+    step(state)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(state["m"], state["o"], options=flat)
+    stock.save({"m": model, "o": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    step(other, 2)
+    other["o"].param_groups[0]["lr"] *= 3
+    report = load(other, tmp_path)
+    assert held(other) == held(state)
+    assert (report.missing, report.unexpected) == ((), ())
+    before = held(other)
+    with pytest.raises(StateDictError, match="give the module that has them"):
+        load({"o": other["o"]}, tmp_path)
+    assert held(other) == before
+    if of is not adamw:
+        third = made(grouped(3, 1), 3)
+        before = held(third), [p.tolist() for p in third["m"].parameters()]
+        with pytest.raises(StateDictError, match="in 3 groups with other options"):
+            load(third, tmp_path)
+        assert (held(third), [p.tolist() for p in third["m"].parameters()]) == before
 
 
 def of_class(cls: Any) -> Make:
