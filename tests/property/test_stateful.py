@@ -515,15 +515,16 @@ HOW = {"world_size": 2, "overwrite": True, "part_bytes": 2048}
 def test_each_incident_at_many_moments_of_a_save(machine, what):
     order = Order(seed=1, switch=0.3)
     machine.make_places(local=True)
-    for at in range(8, 44, 8):
-        how = {**HOW, "again": at % 16 == 0}
+    for number, at in enumerate(range(8, 44, 12)):
+        is_even = number % 2 == 0
+        how = {**HOW, "again": is_even}
         machine.save(0, how, order, [Incident(at, what, at)])
         if machine.world.frozen():
             machine.thaw(set(range(6)), {**how, "overwrite": False}, 0, order, [])
-        machine.race((0, at % 16 == 0), [{**how, "again": False}] * 3, True, order, [])
+        machine.race((0, is_even), [{**how, "again": False}] * 3, True, order, [])
         for which in range(3):
             machine.ask_outcome(which)
-        machine.delete(0, how if at % 16 == 0 else None, True, order, [])
+        machine.delete(0, how if is_even else None, True, order, [])
         machine.crash(0, how, order, Incident(12 + at // 4, "power"), clean=True)
         machine.load(0, 3, order)
 
@@ -532,7 +533,7 @@ def test_each_incident_at_many_moments_of_a_save(machine, what):
 def test_at_each_moment_of_a_small_save_followed_by_another_one(machine, what):
     how = {**HOW, "world_size": 1, "part_bytes": 1 << 30, "again": False}
     machine.make_places(local=False)
-    for at in range(5, 29, 2):
+    for at in range(5, 29, 3):
         machine.save(0, how, Order(), [Incident(at, what, 1)])  # the coordinator, if it acts
         machine.save(0, how, Order(), [])
         machine.ask_outcome(1)
@@ -555,7 +556,7 @@ def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(machine
         "delete": lambda: machine.delete(0, None, False, Order(), []),
         "save": lambda: machine.save(0, how, Order(), []),
     }
-    for at in range(1, 27, 2):
+    for at in range(1, 27, 3):
         machine.save(0, how, Order(), [Incident(at, "pause")])
         change = [change for _, change in machine.changes.values()][-1]
         do[beside]()

