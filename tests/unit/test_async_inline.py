@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -22,8 +20,6 @@ import ray_dcp
 from ray_dcp import SaveOptions, errors
 from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -249,20 +245,12 @@ SCRIPT = """
 import sys, torch, ray_dcp
 ray_dcp.async_save({"x": torch.empty(3, device="meta")}, checkpoint_id=sys.argv[1] + "-none")
 ray_dcp.async_save({"w": torch.full((2_000_000,), 7.0)}, checkpoint_id=sys.argv[1])
-if "ray" in sys.modules:
-    raise SystemExit("a process that is alone has no need of Ray")
 """
 
 
-def run(script: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        check=True, cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
-
-
-def test_a_script_that_ends_at_once_has_saved_and_says_what_failed(tmp_path):
-    ended = run(SCRIPT, tmp_path / "c")
+def test_a_script_that_ends_at_once_has_saved_and_says_what_failed(tmp_path, programs):
+    (ended,) = programs.run("-c", SCRIPT, str(tmp_path / "c"))
+    assert ended.returncode == 0, ended.stderr
     found = {"w": torch.zeros(2_000_000)}
     ray_dcp.load(found, checkpoint_id=tmp_path / "c")
     assert bool((found["w"] == 7).all())

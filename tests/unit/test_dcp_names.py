@@ -194,13 +194,7 @@ def test_private_names_and_names_of_other_versions_come_from_torch():
         importlib.import_module("ray_dcp.dcp.nope")
 
 
-def test_torchs_command_runs_under_our_names():
-    ran = subprocess.run(
-        [sys.executable, "-m", "ray_dcp.format_utils", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+def test_torchs_command_runs_under_our_names(programs):
+    (ran,) = programs.run("-m", "ray_dcp.format_utils", "--help")
     assert ran.returncode == 0, ran.stderr
     assert "{torch_to_dcp,dcp_to_torch}" in ran.stdout

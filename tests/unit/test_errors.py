@@ -89,46 +89,33 @@ def test_an_error_is_caught_as_the_builtin_that_it_resembles():
         assert issubclass(cls, builtin)
 
 
-def run(program: str, data: bytes = b"") -> bytes:
-    """Runs a program that has `data` and `error`, which it unpickles, and returns its output."""
-    begin = "import sys\ndata = sys.stdin.buffer.read()\n"
+PROGRAM = """
+import pickle, sys
+error = pickle.loads(sys.stdin.buffer.read())
+assert "torch" not in sys.modules, "reading the error imported torch"
+print(error, file=sys.stderr)
+sys.stdout.buffer.write(pickle.dumps(error))
+import importlib, torch, ray_dcp.torch_adapter as adapter
+importlib.reload(adapter)
+from ray_dcp.errors import CheckpointError, MissingKeyError
+from torch.distributed.checkpoint.api import CheckpointException
+try: raise error
+except CheckpointException as kept: assert sorted(kept.failures) == [3]
+for cls in (Exception, CheckpointException, CheckpointError, RuntimeError):
+    try: raise MissingKeyError("gone", key="w", rank=3)
+    except cls as kept: found = kept
+    assert str(found) == "gone [rank 3, key w]" and list(found.failures) == [3]
+assert CheckpointError.__bases__ == (Exception, CheckpointException)
+"""
+
+
+def test_an_error_is_read_without_torch_and_is_torchs_too_once_that_is_imported():
+    error = filled(CommitUnknownError)
     done = subprocess.run(
-        [sys.executable, "-c", begin + program], input=data, capture_output=True, check=False,
-        timeout=400, cwd=REPOSITORY,
+        [sys.executable, "-c", PROGRAM], input=pickle.dumps(error), capture_output=True,
+        check=False, timeout=400, cwd=REPOSITORY,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
-    return done.stdout
-
-
-def test_errors_that_were_there_before_torch_are_caught_by_both_except_clauses():
-    run(
-        "import ray_dcp.errors, torch, ray_dcp.torch_adapter as a, importlib\n"
-        "importlib.reload(a)\n"
-        "from ray_dcp.errors import *\n"
-        "from torch.distributed.checkpoint.api import CheckpointException\n"
-        "for cls in (Exception, CheckpointException, CheckpointError, RuntimeError):\n"
-        "    try: raise MissingKeyError('gone', key='w', rank=3)\n"
-        "    except cls as error: kept = error\n"
-        "    assert str(kept) == 'gone [rank 3, key w]' and list(kept.failures) == [3]\n"
-        "assert CheckpointError.__bases__ == (Exception, CheckpointException)\n"
-    )
-
-
-def test_an_error_of_a_process_with_torch_is_read_without_it_and_is_torchs_afterwards():
-    error = filled(CommitUnknownError)
-    back = pickle.loads(
-        run(
-            "import pickle\n"
-            "error = pickle.loads(data)\n"
-            "assert 'torch' not in sys.modules, 'reading the error imported torch'\n"
-            "print(error, file=sys.stderr)\n"
-            "sys.stdout.buffer.write(pickle.dumps(error))\n"
-            "import ray_dcp.torch_adapter\n"
-            "from torch.distributed.checkpoint.api import CheckpointException\n"
-            "try: raise error\n"
-            "except CheckpointException as kept: assert sorted(kept.failures) == [3]\n",
-            pickle.dumps(error),
-        )
-    )
+    back = pickle.loads(done.stdout)
     assert type(back) is CommitUnknownError
     assert state_of(back) == state_of(error)

@@ -320,11 +320,12 @@ def test_importing_the_package_loads_neither_ray_nor_torch():
     assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
 
 
-def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):
+def test_saves_and_a_manager_of_one_process_load_no_ray(tmp_path: Path):
     program = (
         "import sys, torch, ray_dcp, ray_dcp.asynchronous, ray_dcp.loading\n"
         "with ray_dcp.CheckpointManager(sys.argv[1], 1) as manager:\n"
         "    manager.save(1, {'w': torch.ones(1)})\n"
+        "ray_dcp.async_save({'w': torch.ones(1)}, checkpoint_id=sys.argv[1] + '-2').result()\n"
     )
     assert loaded_by(program, str(tmp_path)) == {"torch"}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -375,11 +373,8 @@ if child:
 """
 
 
-def test_the_exit_of_a_process_waits_for_its_own_tracker_and_not_in_a_child(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+def test_the_exit_of_a_process_waits_for_its_own_tracker_and_not_in_a_child(tmp_path, programs):
+    (ended,) = programs.run("-c", PROGRAM, str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [f"True save.{name}" for name in (*PHASES, "committed")]
     assert (tmp_path / "True").is_dir()
