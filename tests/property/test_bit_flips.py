@@ -19,6 +19,8 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from tests.fuzz.__main__ import run
+from tests.fuzz.targets import TARGETS
 from tests.support import damage
 from tests.support.damage import Damage
 from tests.support.programs.unchanged import holds, inodes, path_of, save_steps
@@ -270,3 +272,20 @@ def test_a_flipped_bit_is_found_in_all_steps_that_share_it(tmp_path):
             opened.seek(one.start)
             opened.write(data[one.start : one.stop])
     assert found["found"] > 36
+
+
+# --- fuzzed files ---------------------------------------------------------------------------------
+
+
+CASES = {"checkpoint": 40, "chunk table": 60}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_but_errors_of_ours_comes_of_spoiled_files(name: str):
+    found = run(name, 500, seed=1, cases=CASES.get(name, 300))
+    assert found.wrong == {}
+    refused = found.cases - found.refused["nothing"]
+    assert refused > found.cases / 5, "hardly anything is refused: is the reader asleep?"
+    assert len(found.refused) >= (2 if name == "zstd" else 4), (
+        "all are refused alike: is the file recognised at all?"
+    )

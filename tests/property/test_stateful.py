@@ -388,11 +388,6 @@ class Checkpoints(RuleBasedStateMachine):
             for change in place.changes:
                 change.settled = id(change) not in alive
 
-    def changes_of(self, life):
-        """Returns the changes that a coordinator still works on."""
-        active = life.coordination.active
-        return [self.changes[key] for key in active if key in self.changes]
-
     def clear(self):
         if self.world.happened:
             self.sessions.clear()  # who lost a rank makes a new group

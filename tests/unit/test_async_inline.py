@@ -54,15 +54,6 @@ def assert_is(state: dict[str, Any], step: int) -> None:
     assert all(map(torch.equal, state["many"], expected["many"]))
 
 
-def spoil(state: dict[str, Any]) -> None:
-    for value in state.values():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, torch.Tensor):
-                one.zero_()
-    state["nested"]["log"].clear()
-    state["nested"]["step"] = -1
-
-
 class Gate:
     """A storage opener whose files wait to be written until the gate is opened."""
 
@@ -83,20 +74,11 @@ def gate(monkeypatch):
     gate.open.set()
 
 
-def test_what_changes_after_staging_is_saved_as_it_was(gate, tmp_path):
-    state = state_of(3)
-    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c")
-    handle.staged(180)
-    spoil(state)
-    gate.open.set()
-    handle.committed(180)
-    assert_is(loaded(tmp_path / "c"), 3)
-
-
 def test_a_state_of_several_windows_is_saved_as_it_was(gate, monkeypatch, tmp_path):
     monkeypatch.setattr(staging_backend, "PIECE_BYTES", 2 << 20)
     state = {f"{n}": torch.arange(700_000 + n, dtype=torch.float32) + n for n in range(4)}
-    # Views that show other bytes than lie in memory.
+    # Views that show other bytes than lie in memory, and one that leaves some out.
+    state["strided"] = torch.arange(9 * 10**5)[::2]
     state["conjugate"] = torch.full((2, 2), 1 + 2j).conj()
     state["negative"] = torch._neg_view(torch.ones(2, 2))
     expected = {name: value.clone() for name, value in state.items()}

@@ -66,14 +66,6 @@ def wide():
 
 
 TABLES = {
-    "mixed": mixed_table,
-    "empty": lambda: table_of([], files=()),
-    "objects only": lambda: table_of(
-        [("o", ("o",), Kind.OBJECT, None, (), False, [((), (), 0)])]
-    ),
-    "no checksums": lambda: table_of(
-        [("w", ("w",), Kind.TENSOR, "bool", (2, 2), False, [((0, 0), (2, 2), 0)])], checks=False
-    ),
     "planned": planned,
     "wide": wide,
     "many": lambda: many_table(300),

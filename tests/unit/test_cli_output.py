@@ -316,6 +316,8 @@ def test_a_shell_completes_commands_options_and_paths(typed: str, completes: str
 # --- --json ---------------------------------------------------------------------------------------
 
 SCHEMA = json.loads(files("ray_dcp.cli").joinpath("schema.json").read_text())
+FORMS = jsonschema.Draft202012Validator
+FORMS.check_schema(SCHEMA)
 
 RUN_ELSEWHERE = {"demo"}
 """Commands that start a Ray."""
@@ -329,7 +331,8 @@ def printed(*arguments: object, exit_code: int = 0) -> Any:
     kind = "error" if exit_code == 2 else words[0]
     texts = found.stdout.splitlines() if words[0] == "watch" else [found.stdout]
     for value in map(json.loads, texts):
-        jsonschema.validate(value, {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{kind}"})
+        # Why not `jsonschema.validate`: it checks the schema itself each time.
+        FORMS({"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{kind}"}).validate(value)
     return json.loads(texts[-1])
 
 

@@ -580,19 +580,6 @@ def test_a_listing_that_shows_neither_of_two_records_is_not_believed(place):
 # Collect
 
 
-def test_an_attempt_that_is_ended_can_not_be_committed_any_more(place):
-    saved(place.url)
-    task = stopped_before(place.url, CreateRecord)
-    attempt = decode_record(task.record).attempt
-    report = collect(place.url, abort_unfinished=True)
-    assert report.fenced == (attempt,)
-    assert len(report.deleted) == 2
-    assert report.kept == ()
-    assert perform(task).is_abort
-    assert loads_whole(place.url, STATES) == 0
-    assert collect(place.url).deleted == ()
-
-
 def test_a_save_that_a_collector_ends_fails_as_cancelled(place):
     def performer(task):
         if isinstance(task, CreateRecord):

@@ -1,18 +1,20 @@
-"""A process that forks: children begin anew, and what was given to users stays the parent's.
+"""A process that forks, and its collector: children begin anew, and a pause ends as it began.
 
 `HANDLED` lists what modules have that a child inherits, each with how it is handled.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from contextlib import suppress
 
 import ray_dcp
-from ray_dcp.core.processes import ProcessLock
+from ray_dcp.core.processes import ProcessLock, collector_paused
 from tests.support.programs.forks import Programs
 
 HANDLED = {
@@ -354,3 +356,28 @@ with CheckpointManager(root, 1, chkpt_on_preemption=False) as manager, ExitStack
 
 def test_a_child_that_leaves_what_its_parent_reads_does_not_end_the_lease(programs, tmp_path):
     assert run(programs, READING, tmp_path).split() == ["[0]", "1", "0"]
+
+
+# --- pauses of the collector ----------------------------------------------------------------------
+
+
+def test_a_pause_lasts_until_the_last_thread_has_left_also_by_an_error():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with suppress(KeyError), collector_paused():
+            entered.set()
+            leave.wait(180)
+            raise KeyError
+
+    was = gc.isenabled()
+    gc.enable()
+    thread = threading.Thread(target=other)
+    with collector_paused():
+        thread.start()
+        assert entered.wait(180)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+    (gc.enable if was else gc.disable)()

@@ -1,18 +1,34 @@
-"""Saves and loads of numpy-backed ranks through the real code, in one thread without Ray."""
+"""Ranks in one process without Ray: by the real code, one missing a call, and with gatherers."""
 
 import io
+import pickle
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from ray_dcp import errors
 from ray_dcp.commit_protocol.commands import (
     CreateRecord,
     Failed,
 )
-from ray_dcp.commit_protocol.messages import OpKey, SaveReceipt, Target
-from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.commit_protocol.messages import (
+    FileReceipt,
+    MessageBatch,
+    OpKey,
+    SaveJoin,
+    SaveOutcome,
+    SaveReceipt,
+    Target,
+    join_receipts,
+    pack_receipts,
+)
+from ray_dcp.commit_protocol.planning import PlanMemory
+from ray_dcp.core.checksums import digest, digest_bytes
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -22,22 +38,29 @@ from ray_dcp.errors import (
     DeadlineError,
     MissingKeyError,
     ParticipantError,
+    RankDisagreementError,
     StorageError,
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
+from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.gatherer import BatchWindow, group_of
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.session import InlineSession
 from ray_dcp.runtime.standing import standing_records
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.storage import MemoryStorage
-from tests.support.arrays import state_of
+from tests.support.arrays import ArrayCapture, same_state, sample_state, state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
 from tests.support.storages import ChangeScript
+from tests.support.threads import RankThread, Shared
 from tests.support.world import (
+    World,
     load_and_check,
     load_rank,
     load_ranks,
+    load_state,
     loads_whole,
     run_ranks,
     save,
@@ -315,3 +338,258 @@ def test_at_every_fault_over_a_stock_checkpoint_one_of_the_two_loads_whole(tmp_p
         if not script.hit:
             break
     assert change >= 6
+
+
+# --- a rank that misses a call --------------------------------------------------------------------
+
+
+LIMIT_S = 120.0
+"""Far more than any call here takes, in seconds."""
+
+
+class Rank(RankThread):
+    def save(self, path):
+        """Returns what came of a save: an outcome or an error."""
+        try:
+            with Activity(self, 60.0) as activity:
+                return drive(
+                    save_rank(
+                        activity.next_key(), rank=self.rank, world_size=self.world_size,
+                        target=Target(path), options=SaveOptions(), progress=activity.progress,
+                        capture=lambda: ArrayCapture(state_of(1), self.rank, self.world_size),
+                        memory=self.plans,
+                    ),
+                    activity.call,
+                )  # fmt: skip
+        except CheckpointError as error:
+            return error
+
+    def agree(self, what):
+        """Returns what the ranks agree on: the highest of their numbers."""
+        try:
+            return agree(self, what, max, SaveOptions(), facts=self.rank, timeout_s=60.0)
+        except CheckpointError as error:
+            return error
+
+
+class Job:
+    def __init__(self, pool, world_size=2):
+        self.pool, self.hub = pool, Shared()
+        self.ranks = [Rank(self.hub, rank, world_size) for rank in range(world_size)]
+
+    def all_do(self, what, *arguments):
+        """Returns what comes of a call of all ranks."""
+        calls = [self.pool.submit(getattr(rank, what), *arguments) for rank in self.ranks]
+        return [call.result(LIMIT_S) for call in calls]
+
+    def without_rank_1(self, what, *arguments):
+        """Returns what comes of a call that rank 1 does not make."""
+        others = [rank for rank in self.ranks if rank.rank != 1]
+        calls = [self.pool.submit(getattr(rank, what), *arguments) for rank in others]
+        self.hub.wait_for(*(rank.rank for rank in others))
+        self.hub.expire()
+        return [call.result(LIMIT_S) for call in calls]
+
+
+@pytest.fixture
+def job():
+    with ThreadPoolExecutor(4) as pool:
+        yield Job(pool, 3)
+
+
+def test_a_save_that_one_rank_missed_fails_alone_and_the_next_ones_are_saved(job, tmp_path):
+    for error in job.without_rank_1("save", str(tmp_path / "step-1")):
+        assert type(error) is DeadlineError
+        assert error.rank == 1
+    for step in (2, 3):
+        outcomes = job.all_do("save", str(tmp_path / f"step-{step}"))
+        assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+        load_and_check(state_of(1), 2, str(tmp_path / f"step-{step}"))
+
+
+def test_a_rank_that_comes_first_after_a_call_that_it_missed_waits_for_the_others(job, tmp_path):
+    job.without_rank_1("save", str(tmp_path / "step-1"))
+    path = str(tmp_path / "step-2")
+    early = job.pool.submit(job.ranks[1].save, path)
+    job.hub.wait_for(1)
+    calls = [early, *(job.pool.submit(job.ranks[rank].save, path) for rank in (0, 2))]
+    outcomes = [call.result(LIMIT_S) for call in calls]
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+
+
+def test_ranks_whose_calls_are_one_apart_agree_once_the_odd_one_has_failed(job, tmp_path):
+    extra = job.pool.submit(job.ranks[0].save, str(tmp_path / "extra"))
+    job.hub.wait_for(0)
+    others = [job.pool.submit(job.ranks[rank].save, str(tmp_path / "step-1")) for rank in (1, 2)]
+    for error in [call.result(LIMIT_S) for call in (extra, *others)]:
+        assert type(error) is RankDisagreementError
+    # Rank 0 comes to that step now, and the others go on.
+    left = job.pool.submit(job.ranks[0].save, str(tmp_path / "step-1"))
+    job.hub.wait_for(0)
+    job.hub.expire()
+    assert type(left.result(LIMIT_S)) is DeadlineError
+    outcomes = job.all_do("save", str(tmp_path / "step-2"))
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+
+
+# --- gatherers ------------------------------------------------------------------------------------
+
+
+KEY = OpKey("run", 0)
+WORLD = 6
+GROUPS = (range(2), range(2, 4), range(4, 6))
+
+
+class Gathered:
+    """Ranks that save again and again."""
+
+    def __init__(self, name):
+        self.url = f"memory://{name}-{random.getrandbits(60):x}"
+        self.memories = [PlanMemory() for _ in range(WORLD)]
+        self.world = World(GROUPS)
+        self.seq = 0
+
+    def save(self, state, *, choose=None, options=None, urls=None, capture=ArrayCapture, **how):
+        self.seq += 1
+        world = World(GROUPS, self.world.coordination, **how)
+        ranks = [
+            save_rank(
+                OpKey("s", self.seq), rank=rank, world_size=WORLD,
+                target=Target(urls[rank] if urls else self.url),
+                options=options or SaveOptions(num_threads=1), memory=self.memories[rank],
+                capture=partial(capture, state, rank, WORLD),
+            )
+            for rank in range(WORLD)
+        ]  # fmt: skip
+        return world, world.run(ranks, choose)
+
+    @property
+    def storage(self):
+        return MemoryStorage(self.url.removeprefix("memory://"))
+
+    def holds(self, state):
+        return same_state(state, load_state(self.storage, state, 2))
+
+
+def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
+    job = Gathered("warm")
+    _, results = job.save(sample_state(0))
+    assert {result.get().slot for result in results} == {1}
+    world, results = job.save(sample_state(1))
+    assert {result.get().slot for result in results} == {2}
+    assert world.messages == {"SaveJoin": 3, "SaveReceipt": 3}
+    assert not world.direct
+    assert job.holds(sample_state(1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
+    dice = random.Random(seed)
+    job = Gathered(f"dice-{seed}")
+    for number in range(2):
+        state = sample_state(number)
+        deaths = dice.choice((0.0, 0.1, 0.4))
+        world, results = job.save(
+            state, choose=dice.randrange, kill=lambda group, most=deaths: dice.random() < most
+        )
+        assert len({result.get().attempt for result in results}) == 1
+        assert job.holds(state)
+        assert bool(world.direct) == any(group.is_dead for group in world.groups)
+
+
+def test_a_rank_that_fails_fails_all_at_once():
+    class Failing(ArrayCapture):
+        def source(self, row):
+            if self.rank == 4:
+                raise OSError("the disk is gone")
+            return super().source(row)
+
+        def __init__(self, state, rank, world_size):
+            self.rank = rank
+            super().__init__(state, rank, world_size)
+
+    job = Gathered("fails")
+    job.save(sample_state(0))
+    world, results = job.save(sample_state(1), capture=Failing)
+    for result in results:
+        with pytest.raises(errors.CheckpointError, match="the disk is gone"):
+            result.get()
+    assert world.direct == {"SaveReceipt": 1}
+    assert job.holds(sample_state(0))
+
+
+# --- the gatherer by itself ---------------------------------------------------------------------
+
+
+def join(rank, **changes):
+    plain = SaveJoin(
+        KEY, rank, 10, Target("memory://x"), SaveOptions(), b"",
+        fingerprint=bytes([rank]) * 32, known=b"d" * 32, values=bytes([rank]),
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def receipt_of(file, key=None, places=()):
+    checks = np.arange(file + 1, dtype=np.uint64)
+    return FileReceipt(file, key or f"__{file}_0.a1.distcp", 10, digest(checks), places)
+
+
+def test_receipts_are_joined_by_file():
+    whole = join_receipts([receipt_of(5), receipt_of(1), receipt_of(7)])
+    assert whole.file.tolist() == [1, 5, 7]
+    assert [one.key for one in whole] == [f"__{file}_0.a1.distcp" for file in (1, 5, 7)]
+    assert [one.digest for one in whole] == [receipt_of(file).digest for file in (1, 5, 7)]
+    with pytest.raises(errors.InternalError, match="one receipt for file 5, but found two"):
+        join_receipts([receipt_of(5), receipt_of(5, key="again")])
+    with pytest.raises(errors.InternalError, match="of one line"):
+        pack_receipts([receipt_of(5, key="a\nb")])
+    assert len(join_receipts([])) == 0
+
+
+def test_a_message_is_sent_when_it_is_whole_or_has_waited():
+    now = [0.0]
+    window = BatchWindow(range(3), lambda: now[0])
+    assert window.take(join(2)) == []
+    assert window.take(join(0)) == []
+    assert window.due() == []
+    now[0] = window.next_s
+    assert [message.ranks for message in window.due()] == [(0, 2)]
+    assert window.next_s is None
+    later = [join(rank, asked=1) for rank in (2, 0, 1)]
+    assert [m.ranks for one in later for m in window.take(one)] == [(0, 1, 2)]
+
+
+def test_joins_of_one_call_share_its_values_and_others_keep_their_own():
+    """What all ranks of a message say alike is sent once."""
+    window = BatchWindow(range(3), lambda: 0.0)
+    other = Target("memory://x", {"token": "mine"})
+    joins = [join(0), join(1, node="b"), join(2, target=other)]
+    copies = [pickle.loads(pickle.dumps(one)) for one in joins]
+    (message,) = [message for one in reversed(copies) for message in window.take(one)]
+    assert list(message.requests) == joins
+    first, second, third = message.requests
+    assert first.target is second.target
+    assert first.options is second.options
+    assert third.target.storage_options == {"token": "mine"}
+    assert message.only({1}).requests == (second,)
+
+
+def test_groups_are_few_and_of_neighbours():
+    for world_size in (65, 100, 128, 1000, 10240):
+        groups = {group_of(rank, world_size) for rank in range(world_size)}
+        assert len(groups) <= 64
+        ranks = sorted(rank for group in groups for rank in group)
+        assert ranks == list(range(world_size))
+    assert group_of(0, 64) is None
+    with pytest.raises(errors.InvalidRequestError, match="rank from 0 to 99, found 100"):
+        group_of(100, 100)
+
+
+def test_receipts_of_another_attempt_are_refused_one_by_one():
+    job = Gathered("fence")
+    job.save(sample_state(0))
+    world = World(GROUPS, job.world.coordination)
+    stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
+    told = dict(world.shell.receive_batch(MessageBatch(KEY, "SaveReceipt", tuple(stray))).replies)
+    assert set(told) == {0, 1}
+    assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())

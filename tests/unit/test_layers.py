@@ -1,13 +1,14 @@
-"""The house rules of DESIGN.md, section 6: what may import what, and where heavy things live."""
+"""The house rules of DESIGN.md, section 6: imports, heavy things, and which tests run."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ray_dcp
+from tests.conftest import LONGEST
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "ray_dcp"
@@ -298,14 +300,14 @@ def reads_environment(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{n}" for n in names}
 
 
-def loaded_by(program: str, *arguments: str) -> set[str]:
+def loaded_by(program: str, *arguments: str, how: Sequence[str] = ()) -> set[str]:
     """Returns which of ray, torch and pandas a fresh interpreter has loaded after a program."""
     report = (
         "import json, sys\n"
         "print(json.dumps([m for m in ('ray', 'torch', 'pandas') if m in sys.modules]))"
     )
     finished = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{report}", *arguments],
+        [sys.executable, *how, "-c", f"{program}\n{report}", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -320,14 +322,25 @@ def test_importing_the_package_loads_neither_ray_nor_torch():
     assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
 
 
-def test_saves_and_a_manager_of_one_process_load_no_ray(tmp_path: Path):
-    program = (
-        "import sys, torch, ray_dcp, ray_dcp.asynchronous, ray_dcp.loading\n"
-        "with ray_dcp.CheckpointManager(sys.argv[1], 1) as manager:\n"
-        "    manager.save(1, {'w': torch.ones(1)})\n"
-        "ray_dcp.async_save({'w': torch.ones(1)}, checkpoint_id=sys.argv[1] + '-2').result()\n"
-    )
-    assert loaded_by(program, str(tmp_path)) == {"torch"}
+ALONE = """
+import sys, torch, ray_dcp, ray_dcp.asynchronous, ray_dcp.loading
+with ray_dcp.CheckpointManager(sys.argv[1], 1) as manager:
+    manager.save(1, {"w": torch.ones(1)})
+ray_dcp.async_save({"w": torch.ones(1)}, checkpoint_id=sys.argv[1] + "-2").result()
+assert "ray" not in sys.modules
+import ray_dcp.dcp
+for home in (ray_dcp, ray_dcp.dcp):
+    for name in {*home.__all__, *dir(home)} - {"train", "__cached__"}:
+        getattr(home, name)
+place, state = sys.argv[1] + "-3", {"w": torch.ones(3)}
+ray_dcp.save(state, storage_writer=ray_dcp.FsspecWriter(place), no_dist=True)
+ray_dcp.load(state, storage_reader=ray_dcp.FsspecReader(place), no_dist=True)
+"""
+
+
+def test_a_process_alone_loads_no_ray_and_asks_torch_for_nothing_deprecated(tmp_path: Path):
+    how = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
+    loaded_by(ALONE, str(tmp_path / "c"), how=how)
 
 
 def test_the_commands_load_neither_ray_nor_torch_nor_pandas(saved_checkpoint: Path, tmp_path: Path):
@@ -345,3 +358,43 @@ def test_the_commands_load_neither_ray_nor_torch_nor_pandas(saved_checkpoint: Pa
         "for command in json.loads(sys.argv[1]):\n    main(command, standalone_mode=False)\n"
     )
     assert loaded_by(program, json.dumps(commands)) == set()
+
+
+# --- which tests run ------------------------------------------------------------------------------
+
+
+SCRIPT = REPOSITORY / ".ci" / "run"
+TESTS = REPOSITORY / "tests"
+
+
+@pytest.fixture
+def testpaths(pytestconfig: pytest.Config) -> list[str]:
+    return pytestconfig.getini("testpaths")
+
+
+def test_the_test_stages_are_the_testpaths_of_plain_pytest(testpaths: list[str]):
+    stages = re.search(r"TEST_STAGES=\((.*)\)", SCRIPT.read_text())
+    assert stages is not None
+    assert [f"tests/{stage}" for stage in stages[1].split()] == testpaths
+
+
+def test_the_stages_run_by_default_include_all_test_stages():
+    assert re.search(r'ALL_STAGES=\(.*"\$\{TEST_STAGES\[@\]\}".*\)', SCRIPT.read_text())
+
+
+def test_no_test_file_lies_outside_the_testpaths(testpaths: list[str]):
+    outside = [
+        str(path)
+        for path in TESTS.rglob("test_*.py")
+        if not any(path.is_relative_to(REPOSITORY / each) for each in testpaths)
+    ]
+    assert outside == []
+
+
+def test_the_readme_names_the_command_that_the_stages_select_from():
+    assert "python -m pytest\n" in (REPOSITORY / "README.md").read_text()
+    assert 'python -m pytest "$@"' in SCRIPT.read_text()
+
+
+def test_the_tests_that_come_first_are_there():
+    assert set(LONGEST) <= {path.stem for path in TESTS.rglob("test_*.py")}

@@ -144,16 +144,6 @@ def test_an_asynchronous_save_keeps_what_was_given_and_is_listed_when_it_is_comm
     assert [restored(manager, step) for step in range(4)] == [0, 1, 2, 3]
 
 
-def test_metrics_metadata_and_tags_come_back(manage):
-    manager = manage()
-    told = {"loss": torch.tensor(0.5), "accuracy": 1}
-    manager.save(10, state(), metrics=told, metadata={"commit": "3f"}, tags=["a", "b"])
-    info = manage(read_only=True, interval=None).step_info(10)
-    assert (info.metrics, info.metadata) == ({"loss": 0.5, "accuracy": 1.0}, {"commit": "3f"})
-    assert info.tags == {"a", "b"}
-    assert info.created_s > 1e9
-
-
 @pytest.mark.parametrize("step", [-1, 1.0, True, "10", None, 10**18])
 def test_what_is_no_step_is_refused(manage, step):
     manager = manage()

@@ -413,19 +413,6 @@ def load_newest(state, run, **how):
     return report, [str(warning.message) for warning in told]
 
 
-def test_the_report_says_what_was_loaded(torch_run):
-    state = state_at(0)
-    weight = state["w"]
-    report, told = load_newest(state, torch_run)
-    assert (report.step, report.checkpoint_id) == (10, str(torch_run / "step-10"))
-    assert (report.skipped, report.damaged, told) == ((), (), [])
-    assert sorted(report.loaded) == ["c.value", "n.step", "w"]
-    assert state["w"] is weight
-    assert (weight == 10).all()
-    report = ray_dcp.load(state, checkpoint_id=torch_run / "step-9", no_dist=True)
-    assert (report.step, report.checkpoint_id) == (None, str(torch_run / "step-9"))
-
-
 def test_a_fallback_is_loud_and_whole(torch_run):
     damaged = checkpoints.data_file(torch_run / "step-10")
     checkpoints.flip(damaged, damaged.stat().st_size // 2)

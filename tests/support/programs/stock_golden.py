@@ -2,7 +2,7 @@
 that runs it.
 
 What the versions that were tried have written lies in `tests/golden/stock-VERSION`, and is read by
-`tests/unit/test_golden.py`. Nothing but torch is needed here.
+`tests/unit/test_io_opening.py`. Nothing but torch is needed here.
 """
 
 from __future__ import annotations
