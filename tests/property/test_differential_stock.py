@@ -36,10 +36,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.torch_adapter.capture import capture
+from tests.support.adapter import OwnLookup, OwnSave, as_rank, frozen, load, on_ranks, save_captures
 from tests.support.comparing import differences
 from tests.support.exchange_cases import blank, objects
-from tests.support.own_planners import OwnLookup, OwnSave
-from tests.unit.adapter_support import as_rank, frozen, load, on_ranks, save_captures
 
 DTYPES = tuple(
     getattr(torch, name)

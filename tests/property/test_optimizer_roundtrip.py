@@ -24,10 +24,10 @@ from torch.serialization import safe_globals
 
 import ray_dcp
 from tests.support import optimizers
+from tests.support.adapter import OwnLookup, OwnSave
 from tests.support.comparing import differences
 from tests.support.optimizer_ranks import CASES as CASES_OF_RANKS
 from tests.support.optimizers import CASES, SAFE_GLOBALS, Net
-from tests.support.own_planners import OwnLookup, OwnSave
 from tests.support.programs.forks import Programs
 
 pytestmark = pytest.mark.filterwarnings(

@@ -25,7 +25,7 @@ from ray_dcp.runtime import metrics, rank_save, staging_backend
 from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.session import InlineSession
 from ray_dcp.store.opening import open_storage
-from tests.support.own_planners import OwnReader, OwnSave, OwnWriter
+from tests.support.adapter import OwnReader, OwnSave, OwnWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

@@ -46,8 +46,7 @@ from ray_dcp.torch_adapter.flatten import flatten
 from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.sink import TensorSink
-
-from .adapter_support import as_rank, box, frozen, load, on_ranks, stored, table_of
+from tests.support.adapter import as_rank, box, frozen, load, on_ranks, stored, table_of
 
 WORLD = 4
 

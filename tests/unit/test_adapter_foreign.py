@@ -26,8 +26,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.torch_adapter.foreign import foreign_load, foreign_save
-from tests.support.own_planners import OwnWriter
-from tests.unit.adapter_support import group, run
+from tests.support.adapter import OwnWriter, group, run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"

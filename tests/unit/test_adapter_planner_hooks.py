@@ -29,9 +29,8 @@ from ray_dcp import errors
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.torch_adapter import planner_hooks
 from ray_dcp.torch_adapter.foreign import foreign_save
-from tests.support.own_planners import OwnLookup
+from tests.support.adapter import OwnLookup, group, run
 from tests.support.threads import run_as_ranks
-from tests.unit.adapter_support import group, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

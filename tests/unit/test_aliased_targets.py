@@ -19,8 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import LoadOptions, errors
-from tests.support.own_planners import OwnLoad
-from tests.unit.adapter_support import as_rank, load_on_ranks, save_on_ranks
+from tests.support.adapter import OwnLoad, as_rank, load_on_ranks, save_on_ranks
 
 
 def load(state: Any, path: Any, **how: Any) -> Any:

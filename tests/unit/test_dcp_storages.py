@@ -34,7 +34,7 @@ from ray_dcp.torch_adapter.dispatch import (
     decide_load,
     decide_save,
 )
-from tests.support.own_planners import OwnLoad, OwnReader, OwnSave, OwnWriter
+from tests.support.adapter import OwnLoad, OwnReader, OwnSave, OwnWriter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),

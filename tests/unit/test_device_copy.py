@@ -39,9 +39,8 @@ from tests.gpu.cases import CASES, no_leaks
 from tests.gpu.machine import Gpu, PlayedGpu
 from tests.gpu.played import Played, tensors_of
 from tests.gpu.rates import RATES
+from tests.support.adapter import as_rank
 from tests.support.world import Warm
-
-from .adapter_support import as_rank
 
 KIB = 1 << 10
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import ray_dcp
 from ray_dcp import LoadOptions, PerRank, errors
-from tests.unit.adapter_support import load_on_ranks, save_on_ranks
+from tests.support.adapter import load_on_ranks, save_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -24,7 +24,7 @@ from ray_dcp import saving
 from ray_dcp.errors import CoverageError, MissingKeyError, ShapeMismatchError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
-from tests.support.own_planners import OwnLookup
+from tests.support.adapter import OwnLookup
 from tests.support.threads import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -44,9 +44,8 @@ from ray_dcp.torch_adapter.tensors import (
     host_bytes,
     loses_nothing,
 )
-from tests.support.own_planners import OwnLoad, OwnReader, OwnResolve, OwnSave, OwnWriter
+from tests.support.adapter import OwnLoad, OwnReader, OwnResolve, OwnSave, OwnWriter, as_rank
 from tests.support.world import run_ranks, save_rank
-from tests.unit.adapter_support import as_rank
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import conversion, errors
-from tests.support.own_planners import OwnLoad, OwnResolve, OwnSave, OwnWriter
-
-from .adapter_support import as_rank, load_on_ranks, save_on_ranks
+from tests.support.adapter import (
+    OwnLoad,
+    OwnResolve,
+    OwnSave,
+    OwnWriter,
+    as_rank,
+    load_on_ranks,
+    save_on_ranks,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -1,4 +1,4 @@
-"""Saves what ranks captured and loads it, without Ray; this process as one of several ranks."""
+"""Saves what ranks captured and loads it, without Ray, with planners and storages of a user's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -210,3 +216,36 @@ def _pickled(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
             request = steps.send(reply)
     except StopIteration as end:
         return end.value
+
+
+class OwnSave(DefaultSavePlanner):
+    """Finds objects by a hook of its own."""
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(index)
+
+
+class OwnLoad(DefaultLoadPlanner):
+    """Leaves all hooks to DCP's."""
+
+
+class OwnLookup(DefaultLoadPlanner):
+    """Finds tensors by a hook of its own, so that each is asked for when its bytes are there."""
+
+    def lookup_tensor(self, index: Any) -> Any:
+        return super().lookup_tensor(index)
+
+
+class OwnResolve(DefaultLoadPlanner):
+    """Resolves tensors itself, so that each is resolved when its bytes are there."""
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return super().resolve_tensor(read_item)
+
+
+class OwnWriter(FileSystemWriter):
+    """A storage that is not torch's own."""
+
+
+class OwnReader(FileSystemReader):
+    """A storage that is not torch's own."""
