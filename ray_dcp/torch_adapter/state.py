@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -389,8 +390,12 @@ def _own_tensors(value: Any) -> Any:
     """Copies mappings, lists and tensors."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _own_tensors(each) for key, each in value.items()}
+    if isinstance(value, MutableMapping):
+        # Why by item: the scheduler needs its own class, and a `Counter` adds in `update`.
+        made = copy(value)
+        for key, each in value.items():
+            made[key] = _own_tensors(each)
+        return made
     return [_own_tensors(each) for each in value] if isinstance(value, list) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,20 @@ def test_a_scheduler_of_schedulers_has_rates_in_tensors_of_its_own(num_steps: in
     assert other["scheduler"].state_dict() == state["scheduler"].state_dict()
     lrs = [each["optimizer"].param_groups[0]["lr"] for each in (state, other)]
     assert lrs[0] == lrs[1]
+
+
+def test_a_scheduler_keeps_the_classes_of_its_mappings(tmp_path: Path):
+    """`MultiStepLR` counts its milestones in a `Counter`, and asks that for its elements."""
+
+    def scheduled() -> dict[str, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
+        return {"scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])}
+
+    state, other = scheduled(), scheduled()
+    save(state, tmp_path)
+    load(other, tmp_path)
+    assert type(other["scheduler"].milestones) is Counter
+    assert other["scheduler"].state_dict() == state["scheduler"].state_dict()
 
 
 def flat_one(seed: int, use_orig_params: bool) -> dict[str, Any]:
