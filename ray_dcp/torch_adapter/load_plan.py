@@ -286,10 +286,18 @@ class Placing:
         return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
 
     def finish(self) -> None:
-        """Stores new tensors and the objects in their containers.
+        """Stores new tensors and the objects in their containers."""
+        with collector_paused():
+            self._store_fresh()
+        for number, (_, _, (parent, key)) in enumerate(self.objects):
+            parent[key] = self._placed[number]
+        self.raw.sink.finish()
 
-        New tensors whose targets were of one memory, as those of tied weights, are of one memory
-        too, if their values agree.
+    def _store_fresh(self) -> None:
+        """Stores new tensors in their containers.
+
+        Those whose targets were of one memory, as those of tied weights, are of one memory too, if
+        their values agree.
         """
         first: dict[tuple[Any, ...], tuple[torch.Tensor, Any]] = {}
         for (parent, key), target, fresh in self._fresh:
@@ -302,9 +310,6 @@ class Placing:
             if (place := _place(target)) in first:
                 tied, value = first[place]
                 parent[key] = _alias(value, target, is_one=tied is target)
-        for number, (_, _, (parent, key)) in enumerate(self.objects):
-            parent[key] = self._placed[number]
-        self.raw.sink.finish()
 
     def _put(self, place: int, value: Any) -> None:
         self._placed[place] = value
