@@ -10,6 +10,7 @@ of the filesystem overrides `mv`.
 from __future__ import annotations
 
 import builtins
+import errno
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -438,7 +439,11 @@ def _files_below(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
         folder = todo.pop()
         try:
             entries = fs.ls(folder, detail=True)
-        except FileNotFoundError:
+        except OSError as error:
+            # Why also by number: smbclient's errors are of no class of their own.
+            is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+            if not is_gone and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
             continue  # It was removed meanwhile, or nothing was ever written here.
         for entry in entries:
             name = entry["name"].rstrip("/")

@@ -448,10 +448,11 @@ class Unlisted(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     folder = "none"
+    failure: Exception = OSError(errno.EIO, "the server does not answer")
 
     def ls(self, path, detail=True, **more):
         if path.endswith(self.folder):
-            raise OSError(errno.EIO, "the server does not answer")
+            raise self.failure
         return super().ls(path, detail, **more)
 
 
@@ -471,6 +472,27 @@ def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one():
         filesystem.folder = folder
         with pytest.raises(StorageError, match="the server does not answer"):
             ray_dcp.load_newest({"w": torch.zeros(2)}, place)
+
+
+class GoneError(OSError):
+    """An error of a class of its own for a missing path, as smbclient's."""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        FileNotFoundError("gone"),
+        NotADirectoryError("a file by now"),
+        GoneError(errno.ENOENT, "gone"),
+    ],
+)
+def test_a_folder_that_is_removed_while_it_is_listed_hides_no_other(failure):
+    filesystem = Unlisted()
+    storage = FsspecStorage(filesystem, "/listed")
+    for key in ("a/x", "b/y", "c"):
+        storage.write(key, b"1")
+    filesystem.folder, filesystem.failure = "/b", failure
+    assert [entry.key for entry in storage.list()] == ["a/x", "c"]
 
 
 def test_an_interrupted_save_through_fsspec_leaves_the_previous_or_the_new(tmp_path):
