@@ -268,12 +268,14 @@ def _rename_parameters(
     if key_map is None or not lists:
         return
     rename, names = renamer(key_map), [each.name for each in found]
+    keys: dict[str, dict[str, str]] = {}
+    for before in {f"{old['optimizer']}.state." for _, old, _ in lists}:
+        state = (name.removeprefix(before) for name in names if name.startswith(before))
+        keys[before] = {owner: f".{key}" for owner, _, key in (n.rpartition(".") for n in state)}
     for each, old, new in lists:
         before, after = f"{old['optimizer']}.state.", f"{new['optimizer']}.state."
-        state = [name.removeprefix(before) for name in names if name.startswith(before)]
-        keys = {owner: f".{key}" for owner, _, key in (name.rpartition(".") for name in state)}
         values[each.name] = [
-            _parameter(entry, before, after, keys.get(entry, ""), rename)
+            _parameter(entry, before, after, keys[before].get(entry, ""), rename)
             if isinstance(entry, str)
             else entry
             for entry in values[each.name]
