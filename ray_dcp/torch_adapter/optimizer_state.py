@@ -886,8 +886,11 @@ def _renamed(in_module: Mapping[str, StoredValue]) -> dict[str, str]:
 
     Why needed: a parameter without state has no other name in the checkpoint than its module's.
     """
-    saved = {name: str(item.path[-1]) for name, item in in_module.items() if item.path}
-    return {before: name for name, before in saved.items() if before != name}
+    return {
+        str(item.path[-1]): name
+        for name, item in in_module.items()
+        if item.path and _end(item.path, name) is None
+    }
 
 
 def _under_new_names(

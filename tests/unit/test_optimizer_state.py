@@ -346,6 +346,36 @@ def test_groups_are_found_by_their_parameters_where_a_load_renames_these(
         assert (other["m"][name].weight in other["o"].state) == (before in stepped)
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+def test_groups_are_found_by_their_parameters_where_those_are_in_nested_mappings(
+    has_state: bool, tmp_path: Path
+):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(2))
+    model.net = nn.Linear(2, 1, bias=False)
+    groups = [{"params": [model.net.weight]}, {"params": [model.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    options = optimizer.state_dict()["param_groups"][0]
+    momentum = {
+        name: {"momentum_buffer": torch.full_like(p, 3)} for name, p in model.named_parameters()
+    }
+    save(
+        {
+            "m": {"weight": torch.zeros(2), "net": {"weight": torch.zeros(1, 2)}},
+            "o": {
+                "state": momentum if has_state else {},
+                "param_groups": [
+                    {**options, "lr": 0.1, "params": ["weight"]},
+                    {**options, "lr": 0.2, "params": ["net.weight"]},
+                ],
+            },
+        },
+        tmp_path,
+    )
+    load({"m": model, "o": optimizer}, tmp_path)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
+
+
 def test_a_group_that_was_added_is_rolled_back_to_and_asked_for(tmp_path: Path):
     def add(state: State) -> None:
         state["o"].add_param_group({"params": state["m"][2].parameters(), "lr": 0.5})
