@@ -97,6 +97,18 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def _has_number(name: str, step: int) -> bool:
+    """Returns whether the number of a step is in the name of a folder, as in those of managers.
+
+    They may have text after it. A copy of a step has its info, but any name.
+
+    Examples:
+        >>> _has_number("runs/500.ckpt", 500), _has_number("best", 500)
+        (True, False)
+    """
+    return step in map(int, re.findall(r"\d+", name.rpartition("/")[2]))
+
+
 def list_run(run: AnyPlace) -> ListedRun:
     """Returns the step folders of a run.
 
@@ -485,8 +497,8 @@ def _look(
             unknown = f"its metrics and items are not known: {error.message}"
             detail = f"{detail}; {unknown}" if detail else unknown
     step = None if is_item else step_of(name)
-    # Why: a manager's folders may have text after the number.
-    step = info.step if step is None and info is not None else step
+    if step is None and info is not None and _has_number(name, info.step):
+        step = info.step
     # Why: tags and notes are for steps directly in the run.
     number = step if name_in_run and "/" not in name_in_run else None
     attempt = manifest.attempt if manifest else ""

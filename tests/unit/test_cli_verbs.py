@@ -303,6 +303,21 @@ def test_a_step_with_text_after_its_number_is_found_by_it_and_kept_by_its_tag(tm
         assert "has the tag pinned" in refused("rm", place, "--yes")
 
 
+def test_a_copy_of_a_step_beside_it_is_neither_that_step_nor_has_its_tags(tmp_path: Path):
+    with ray_dcp.CheckpointManager(tmp_path, 1) as manager:
+        manager.save(7, {"w": torch.ones(2)}, tags=["good"])
+        manager.join()
+        ray_dcp.copy(tmp_path / "step-00000007", tmp_path / "best")
+        run = ray_dcp.open_run(tmp_path)
+        assert [(one.name, one.step, one.tags) for one in run] == [
+            ("step-00000007", 7, ("good",)),
+            ("best", None, ()),
+        ]
+        assert run.step(7).name == run.step("good").name == "step-00000007"
+        assert invoke("rm", tmp_path / "best", "--yes", "--force").exit_code == 0
+        assert ray_dcp.open_run(tmp_path).step(7).tags == ("good",)
+
+
 def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items_which_go_with_it(
     tmp_path: Path,
 ):
