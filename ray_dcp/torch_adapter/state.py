@@ -206,7 +206,7 @@ def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     Why not of `state_dict()`: that of FSDP1 is a collective.
     """
     found: dict[str, torch.dtype] = {}
-    for each in (module, _unwrapped(module)):
+    for each in {module, _unwrapped(module)}:
         for named in (each.named_parameters, each.named_buffers):
             for name, tensor in named(remove_duplicate=False):
                 found[name] = found[_WRAPPED.sub("", name)] = tensor.dtype
