@@ -613,8 +613,10 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*tensor.shape, *geometry(tensor), *owners) if parts else (id(tensor),)
 
 
-def _digests(value: torch.Tensor) -> list[int]:
-    return [content_digest(part) for part in parts_with_memory(value)] or [id(value)]
+def _digests(value: torch.Tensor) -> list[tuple[Any, int]]:
+    """Returns the dtypes of the parts of a tensor, and digests of their values."""
+    parts = parts_with_memory(value)
+    return [(part.dtype, content_digest(part)) for part in parts] or [(None, id(value))]
 
 
 def _alias(value: torch.Tensor, target: torch.Tensor, *, is_one: bool) -> torch.Tensor:

@@ -96,6 +96,15 @@ def test_new_tensors_whose_values_differ_are_two(how: str, tmp_path: Any) -> Non
     assert [bool(each.signbit().all()) for each in state.values()] == [False, True]
 
 
+def test_new_tensors_of_kept_dtypes_that_differ_are_two(tmp_path: Any) -> None:
+    """Zeros have the same bytes in all dtypes."""
+    saved(tmp_path, {"a": torch.zeros(4, 8).half(), "b": torch.zeros(4, 8).bfloat16()})
+    one, options = replaced("kept dtype")
+    state = {"a": one, "b": one}
+    load(state, tmp_path, options=options)
+    assert [each.dtype for each in state.values()] == [torch.float16, torch.bfloat16]
+
+
 def cut(*shape: int) -> DTensor:
     """Returns zeros as a sharded tensor, on the one rank that there is."""
     with as_rank(0, 1):
