@@ -50,7 +50,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import StepNames
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import this_process
-from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of
+from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of, beyond_floats
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.runtime.memory_tier import NodeMemory
@@ -288,11 +288,7 @@ def check_metrics(metrics: object) -> dict[str, Any]:
                 )
             value = value.item()
         if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise InvalidRequestError(
-                f"metric {name!r} must be a number that a float can hold, but is beyond "
-                f"{sys.float_info.max:.3g}; give its logarithm",
-                key=str(name),
-            )
+            raise beyond_floats(str(name))
         found[str(name)] = value
     return found
 

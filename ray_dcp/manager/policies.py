@@ -771,6 +771,15 @@ def check_retention(policy: object) -> RetentionPolicy:
     return policy
 
 
+def beyond_floats(name: str) -> InvalidRequestError:
+    """Returns the error of a metric that no float can hold."""
+    return InvalidRequestError(
+        f"the metric {name!r} must be a number that a float can hold, but is beyond "
+        f"{sys.float_info.max:.3g}; give its logarithm",
+        key=name,
+    )
+
+
 def check_metrics(
     metrics: Mapping[str, Any] | None, policy: RetentionPolicy | None
 ) -> dict[str, float]:
@@ -809,11 +818,7 @@ def check_metrics(
                 f"the metric {name!r} must be a number, but is {value!r}", key=name
             ) from error
         except OverflowError as error:
-            raise InvalidRequestError(
-                f"the metric {name!r} must be a number that a float can hold, but is beyond "
-                f"{sys.float_info.max:.3g}; give its logarithm",
-                key=name,
-            ) from error
+            raise beyond_floats(name) from error
     for ranking in (one for one in rankings(policy) if not one.later):
         value = found.get(ranking.metric)
         if value is None or math.isnan(value):

@@ -495,6 +495,20 @@ def test_a_folder_that_is_removed_while_it_is_listed_hides_no_other(failure):
     assert [entry.key for entry in storage.list()] == ["a/x", "c"]
 
 
+class ListsItself(Unlisted):
+    """A filesystem that lists a folder in itself, as some servers do."""
+
+    def ls(self, path, detail=True, **more):
+        return [{"name": f"{path}/", "size": 0, "type": "directory"}, *super().ls(path, detail)]
+
+
+def test_a_folder_that_is_listed_in_itself_is_looked_at_once():
+    storage = FsspecStorage(ListsItself(), "/itself")
+    for key in ("a/x", "c"):
+        storage.write(key, b"1")
+    assert sorted(entry.key for entry in storage.list()) == ["a/x", "c"]
+
+
 def test_an_interrupted_save_through_fsspec_leaves_the_previous_or_the_new(tmp_path):
     numbers = itertools.count()
     # Where nothing creates if absent, what a crash leaves is not told from what may yet commit.
