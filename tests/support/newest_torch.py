@@ -25,7 +25,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "exchange": (
         "-m", "pytest", f"{INTEGRATION}exchange_stock.py", f"{INTEGRATION}exchange_safetensors.py",
     ),
-    "torchrun": ("-m", "pytest", f"{INTEGRATION}torchrun.py", f"{INTEGRATION}examples.py"),
+    "programs": ("-m", "pytest", f"{INTEGRATION}torchrun.py", f"{INTEGRATION}frameworks.py"),
 }  # fmt: skip
 """What is run, by the name of the step."""
 

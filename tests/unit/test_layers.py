@@ -17,6 +17,7 @@ import pytest
 
 import ray_dcp
 from tests.conftest import LONGEST
+from tests.support import newest_torch
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "ray_dcp"
@@ -396,5 +397,8 @@ def test_the_readme_names_the_command_that_the_stages_select_from():
     assert 'python -m pytest "$@"' in SCRIPT.read_text()
 
 
-def test_the_tests_that_come_first_are_there():
+def test_the_tests_that_are_named_elsewhere_are_there():
     assert set(LONGEST) <= {path.stem for path in TESTS.rglob("test_*.py")}
+    by_hand = {word for words in newest_torch.STEPS.values() for word in words if "/" in word}
+    assert by_hand
+    assert [word for word in by_hand if not (REPOSITORY / word).exists()] == []
