@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 REPORT_LIMIT_S = 0.030
@@ -94,6 +95,7 @@ def measure(config: dict[str, Any]) -> None:
     from ray.train.collective import barrier
 
     import ray_dcp.train
+    from ray_dcp.events import Event, subscribe
     from ray_dcp.integrations import ray_train as telling
 
     rank = ray.train.get_context().get_world_rank()
@@ -104,6 +106,8 @@ def measure(config: dict[str, Any]) -> None:
     telling.report = _timed(telling.report, reports)
     found: dict[str, list[Any]] = {name: [] for name in (*WAYS, *map(_written, WAYS))}
     own = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
+    events: SimpleQueue[Event] = SimpleQueue()
+    subscribe(events.put)
     with ray_dcp.train.checkpointer(save_interval=2) as ckpt:
         ckpt.restore(dict(state))
         begin = time.perf_counter()
@@ -120,7 +124,11 @@ def measure(config: dict[str, Any]) -> None:
                 written_mb, begin = _written_mb(), time.perf_counter()
                 save()
                 seconds = time.perf_counter() - begin
-                _settle(ckpt)
+                if name == "ray_dcp":
+                    while not (event := events.get(timeout=600)).is_end:
+                        pass
+                    assert event.name == "save.committed", event
+                _wait_for_controller()
                 if number:
                     found[name].append(seconds)
                     found[_written(name)].append(_written_mb() - written_mb)
@@ -144,13 +152,10 @@ def _by_ray(state: dict[str, Any], mode: str) -> None:
     )  # fmt: skip
 
 
-def _settle(ckpt: Any) -> None:
-    """Returns when nothing is under way any more, and the controller has looked."""
+def _wait_for_controller() -> None:
+    """Returns when the controller has seen all checkpoints that were reported."""
     import ray.train
 
-    newest = ckpt._under_way.newest
-    if newest is not None:
-        newest.handle.exception()
     ray.train.get_all_reported_checkpoints(
         consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED, timeout_s=60
     )
