@@ -9,6 +9,7 @@ import gc
 import importlib
 import pkgutil
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -50,7 +51,10 @@ def resources() -> Iterator[str]:
         if found.name.rpartition(".")[2] in SKIPPED:
             continue
         try:
-            module = importlib.import_module(found.name)
+            # Some are torch's, which warns of those that it has renamed.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                module = importlib.import_module(found.name)
         except ModuleNotFoundError:
             continue  # of a framework that is not installed
         for name, value in vars(module).items():
