@@ -33,6 +33,7 @@ from ray_dcp.torch_adapter.tensors import (
     is_direct,
     is_plain,
     lost_memory_within,
+    may_overlap_itself,
     parts_with_memory,
     unsupported_reason,
     writable_bytes,
@@ -548,6 +549,23 @@ def rows_that_share(sinks: Sequence[TensorSink], num_bytes: Int64Array) -> list[
             found = _groups([targets[index] for index in some.tolist()])
             groups += [sorted({owners[some[index]] for index in group}) for group in found]
     return [group for group in groups if len(group) > 1]
+
+
+def rows_that_overlap(sinks: Sequence[TensorSink]) -> list[int]:
+    """Returns the rows whose targets may have several elements in one place, as `unfold` makes.
+
+    Args:
+        sinks: See `rows_that_share`.
+    """
+    tensors = [target for sink in sinks for target in sink.targets]
+    direct = [each for sink in sinks for each in sink.direct]
+    return [
+        row
+        for row, (target, in_place) in enumerate(zip(tensors, direct, strict=True))
+        if not in_place
+        and isinstance(target, torch.Tensor)
+        and any(map(may_overlap_itself, parts_with_memory(target)))
+    ]
 
 
 def _has_place(tensor: torch.Tensor) -> bool:

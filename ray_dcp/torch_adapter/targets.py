@@ -35,7 +35,13 @@ from ray_dcp.torch_adapter.devices import bytes_digest
 from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, check_all_taken
-from ray_dcp.torch_adapter.sink import Boxes, TensorSink, geometry, rows_that_share
+from ray_dcp.torch_adapter.sink import (
+    Boxes,
+    TensorSink,
+    geometry,
+    rows_that_overlap,
+    rows_that_share,
+)
 from ray_dcp.torch_adapter.subclasses import copy_into
 from ray_dcp.torch_adapter.tensors import dtype_of, extent, host_bytes, is_plain, parts_with_memory
 
@@ -289,12 +295,17 @@ class Targets:
         num_bytes = np.concatenate(
             [volume(each.size) * each.itemsize for each in (self.wanted, self._opaque)]
         )
-        for rows in rows_that_share(sinks, num_bytes):
+        shared = rows_that_share(sinks, num_bytes)
+        for rows in [*shared, *([row] for row in rows_that_overlap(sinks))]:
             for pair in (yield from self._differing(rows)):
                 one, two = sorted(names[row] for row in pair)
                 differ[one, two] = None
         if differ:
-            shown = listed([f"{one!r} and {two!r}" for one, two in differ], "; ")
+            pairs = [
+                f"{one!r} and {two!r}" if one != two else f"elements of {one!r}"
+                for one, two in differ
+            ]
+            shown = listed(pairs, "; ")
             raise StateDictError(
                 f"{len(differ)} pair(s) of the state dict share memory, but the checkpoint has "
                 f"different values for them: {shown}. Nothing was changed. Give each a tensor of "
@@ -305,10 +316,10 @@ class Targets:
     def _differing(self, rows: Sequence[int]) -> Generator[Targets, None, list[tuple[int, int]]]:
         """Returns pairs of rows whose values differ where they share memory.
 
-        Yields trial loads.
+        A row whose own elements differ is a pair with itself. Yields trial loads.
         """
         targets = [sink.target(row) for _, sink, row in map(self._find, rows)]
-        is_same = len(set(map(geometry, targets))) == 1
+        is_same = len(rows) > 1 and len(set(map(geometry, targets))) == 1
         # Why not with verify="never": the checksums were not read then.
         if is_same and self._options.verify != "never":
             checks = [self._checksums(row) for row in rows]
@@ -424,8 +435,8 @@ class _Overlay:
             target: The target.
 
         Returns:
-            A target before it with another value at a common place, or whose values can't be
-            compared with this one as it is stored in parts; None if there is none.
+            A target before it, or itself, with another value at a common place; or one whose
+            values can't be compared with this one as it is stored in parts; None if there is none.
         """
         parts = self._parts[number]
         inner = parts_with_memory(values[0]) if len(values) == 1 else []
@@ -441,6 +452,8 @@ class _Overlay:
             new = np.frombuffer(data, np.uint8).reshape(mine.shape)
             bad = owner[(owner != 0) & (mine != new)]
             mine[...], owner[...] = new, number + 1
+            # Elements of this target that share a place.
+            bad = bad if len(bad) else owner[mine != new]
             found = int(bad[0]) - 1 if len(bad) else found
         return found
 

@@ -205,6 +205,23 @@ def extent(tensor: torch.Tensor) -> int:
     return (1 + sum((length - 1) * stride for length, stride in steps)) * tensor.itemsize
 
 
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Returns False if no two elements of a strided tensor can share memory.
+
+    Examples:
+        >>> may_overlap_itself(torch.zeros(4, 4).T)
+        False
+        >>> may_overlap_itself(torch.zeros(4).unfold(0, 2, 1))
+        True
+    """
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride <= reach:
+            return True
+        reach += (length - 1) * stride
+    return False
+
+
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the elements as uint8, one dimension, C order.
 

@@ -184,6 +184,24 @@ def test_views_of_one_memory_are_compared_where_they_overlap(
         assert not base.any()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_views_whose_own_elements_share_memory_are_compared_with_themselves(
+    way: str, tmp_path: Any
+) -> None:
+    def windows(base: torch.Tensor) -> torch.Tensor:
+        return base.unfold(0, 3, 1)
+
+    value = torch.arange(8.0)
+    saved(tmp_path / "good", {"w": windows(value)})
+    saved(tmp_path / "bad", {"w": torch.arange(18.0).reshape(6, 3)})
+    base = torch.zeros(8)
+    load({"w": windows(base)}, tmp_path / "good", **WAYS[way]())
+    assert torch.equal(base, value)
+    with pytest.raises(errors.StateDictError, match=r"share memory.*elements of 'w'\. Nothing was"):
+        load({"w": windows(base)}, tmp_path / "bad", **WAYS[way]())
+    assert torch.equal(base, value)
+
+
 def test_views_that_lie_between_each_other_take_any_values(tmp_path: Any) -> None:
     value = torch.randn(8, 6)
     state = {f"c{n}": value[:, n] for n in range(6)}
