@@ -28,8 +28,14 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter import devices
 from ray_dcp.torch_adapter.devices import Moment, bytes_digest, content_digests
 from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top, listed
-from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_problem, simple_digest
-from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded
+from ray_dcp.torch_adapter.objects import (
+    Reason,
+    dump_object,
+    is_simple,
+    load_problem,
+    simple_digest,
+)
+from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded, why_part
 from ray_dcp.torch_adapter.state import (
     PerRank,
     frozen_names,
@@ -108,7 +114,8 @@ def capture(
 
     Raises:
         UnsupportedValueError: Values can't be saved (meta, sparse, quantised or `Partial` tensors,
-            objects that do not pickle); the message names all of them.
+            objects that do not pickle, or that hold a part of a sharded tensor); the message names
+            all of them.
         StateDictError: Names collide, or the state dict contains itself.
 
     Complexity: linear; about 1 us for a plain CPU tensor, 10 us for a DTensor, 30 us for an object
@@ -322,8 +329,10 @@ class Rows:
             self.add(_OBJECT, _Unpickled(value), None, (), is_empty, digest)
         else:
             is_own = type(value) is PerRank
-            data = self._dump(fqn, value.value if is_own else value)
-            digest = bytes_digest(data) if self._digests and not is_own else 0
+            is_common = self._digests and not is_own
+            held = value.value if is_own else value
+            data = self._dump(fqn, held, refused=why_part if is_common else None)
+            digest = bytes_digest(data) if is_common else 0
             self.add(_OBJECT, data, None, (), is_empty, digest)
 
     def _sharded(self, fqn: str, value: Any) -> None:
@@ -358,8 +367,8 @@ class Rows:
         is_parameter = isinstance(value, torch.nn.Parameter)
         return fqn in self._frozen or (is_parameter and not value.requires_grad)
 
-    def _dump(self, fqn: str, value: Any) -> bytes:
-        data = dump_object(value, fqn=fqn)
+    def _dump(self, fqn: str, value: Any, refused: Reason | None = None) -> bytes:
+        data = dump_object(value, fqn=fqn, refused=refused)
         problem = load_problem(value, data, fqn=fqn)
         if problem is not None:
             self.warnings.append(problem)

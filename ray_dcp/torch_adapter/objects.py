@@ -20,7 +20,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -439,16 +439,22 @@ _LONGEST_INT = 1 << 2000
 _MAX_DEPTH = 50
 
 
-def dump_object(value: Any, *, fqn: str) -> bytes:
+def dump_object(value: Any, *, fqn: str, refused: Reason | None = None) -> bytes:
     """Returns a value's bytes as written by `torch.save`, which stock DCP reads.
 
+    Args:
+        value: The value.
+        fqn: Its name, for messages.
+        refused: Returns why a tensor in the value must not be saved, or None if it may be.
+
     Raises:
-        UnsupportedValueError: The value can't be pickled; the message names the FQN and the class.
+        UnsupportedValueError: The value can't be pickled, or holds a tensor that is refused or that
+            reaches beyond its memory; the message names the FQN and the class.
     """
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer, pickle_module=_PICKLE)
-    except _LostMemoryError as error:
+        torch.save(value, buffer, pickle_module=_pickle_module(refused))
+    except _RefusedTensorError as error:
         raise UnsupportedValueError(f"{fqn!r} is or holds a tensor that {error}", key=fqn) from None
     except Exception as error:  # user classes may raise anything
         raise UnsupportedValueError(
@@ -460,20 +466,30 @@ def dump_object(value: Any, *, fqn: str) -> bytes:
     return buffer.getvalue()
 
 
-class _LostMemoryError(Exception):
-    """A tensor reaches beyond its memory: torch would save it, and a load would invent the rest."""
+class _RefusedTensorError(Exception):
+    """A tensor must not be saved in an object."""
 
 
-class _Pickler(pickle.Pickler):
-    """The pickler for `torch.save`; refuses tensors that reach beyond their memory."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (reason := lost_memory_within(value)) is not None:
-            raise _LostMemoryError(reason)
-        return NotImplemented
+Reason = Callable[[torch.Tensor], "str | None"]
 
 
-_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+@cache
+def _pickle_module(refused: Reason | None) -> Any:
+    """Returns the `pickle_module` for `torch.save` that refuses some tensors.
+
+    A tensor that reaches beyond its memory is always refused: torch would save it, and a load would
+    invent the rest.
+    """
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                reason = refused(value) if refused is not None else None
+                if reason is not None or (reason := lost_memory_within(value)) is not None:
+                    raise _RefusedTensorError(reason)
+            return NotImplemented
+
+    return SimpleNamespace(__name__="pickle", Pickler=Pickler)
 
 
 def load_object(

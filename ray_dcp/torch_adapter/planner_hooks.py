@@ -59,6 +59,7 @@ from ray_dcp.torch_adapter.foreign import refuse_misread, set_up_save_planner
 from ray_dcp.torch_adapter.load_plan import cast_problem
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, simple_digest
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored
+from ray_dcp.torch_adapter.shards import why_part
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink, increment_version, target_problem
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
@@ -220,7 +221,9 @@ def capture_with_planner(
         hooks.run("set_up_planner", set_up)
         plan = hooks.run("create_local_plan", lambda: _whole_local_plan(planner))
         paths = _paths_of(plan.planner_data) or {}
-        return _Resolved(hooks, options, paths, is_shared=True).capture(plan.items)
+        return _Resolved(
+            hooks, options, paths, is_shared=True, world_size=group.world_size
+        ).capture(plan.items)
 
     def local_plan() -> SavePlan:
         set_up()
@@ -229,7 +232,9 @@ def capture_with_planner(
     part = yield from reduce_scatter(group, "plan", local_plan, partial(_global_plan, hooks))
     new_plan, paths = part()
     plan = hooks.run("finish_plan", lambda: planner.finish_plan(new_plan))
-    return _Resolved(hooks, options, paths, is_shared=False).capture(plan.items)
+    return _Resolved(hooks, options, paths, is_shared=False, world_size=group.world_size).capture(
+        plan.items
+    )
 
 
 def plans_globally(planner: SavePlanner) -> bool:
@@ -311,6 +316,7 @@ class _Resolved(Rows):
         options: `objects` decides about objects that a safe load refuses.
         paths: Path of each FQN in the nested state dict.
         is_shared: Whether ray_dcp has yet to choose among ranks with the same item.
+        world_size: Number of ranks that save together.
     """
 
     def __init__(
@@ -320,8 +326,10 @@ class _Resolved(Rows):
         paths: Mapping[str, NamePath],
         *,
         is_shared: bool,
+        world_size: int,
     ) -> None:
         super().__init__(digests=is_shared)
+        self._world_size = world_size
         self._hooks = hooks
         self._options = options
         self._path_of = paths
@@ -411,6 +419,8 @@ class _Resolved(Rows):
         else:
             if is_simple(loaded):
                 value = simple_digest(loaded)
+            elif self._world_size > 1:
+                dump_object(loaded, fqn=fqn, refused=why_part)
         self.add(Kind.OBJECT, data, None, (), False, value if self._is_shared else 0)
 
     def _add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:

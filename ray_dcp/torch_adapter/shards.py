@@ -65,6 +65,30 @@ def is_sharded(value: Any) -> bool:
     )
 
 
+def why_part(tensor: torch.Tensor) -> str | None:
+    """Returns why a tensor must not be saved within an object, or None if this rank has all of it.
+
+    Of an object, a checkpoint keeps the value of one rank.
+    """
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        is_part = any(
+            not isinstance(placement, Replicate) and mesh.size(dim) > 1
+            for dim, placement in enumerate(tensor.placements)
+        )
+    elif isinstance(tensor, ShardedTensor):
+        is_part = len(tensor.metadata().shards_metadata) > len(tensor.local_shards())
+    else:
+        is_part = is_checkpointable(tensor) and tuple(tensor.shape) != tuple(tensor.global_shape)
+    if not is_part:
+        return None
+    return (
+        f"is sharded ({type(tensor).__qualname__}), so that this object has only a part of it: "
+        "put the tensor into dicts and lists alone, which are saved entry by entry (not into a "
+        "tuple, an object, or with flatten_state_dict=False), or save full_tensor() or PerRank"
+    )
+
+
 def sharded(value: Any, fqn: str, layouts: Layouts | None = None, *, saving: bool) -> Sharded:
     """Returns what this rank holds of a sharded tensor.
 

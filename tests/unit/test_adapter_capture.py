@@ -226,6 +226,33 @@ def test_everything_that_cannot_be_saved_is_told_at_once() -> None:
     assert "'fine'" not in message
 
 
+def test_a_part_of_a_sharded_tensor_is_not_saved_within_an_object() -> None:
+    """Of an object, one rank's value is kept: the parts of the other ranks would be lost."""
+
+    def on_rank(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,))
+        shard = DTensor.from_local(torch.full((2,), float(rank)), mesh, [Shard(0)], run_check=False)
+        copy = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+        parts = sharded_tensor(torch.zeros(4, 2), rank)
+        known: Any = torch.zeros(2)
+        known.global_shape, known.global_offsets = (4,), ((2 * rank,),)
+        known.local_offsets, known.local_sizes = ((0,),), ((2,),)
+        held = {"shard": (shard, 1), "parts": (parts,), "known": ({"a": known},), "copy": (copy,)}
+        with pytest.raises(UnsupportedValueError) as caught:
+            of({**held, "own": ray_dcp.PerRank(shard)}, world_size=2)
+        assert of({"copy": (copy,)}, world_size=2).columns.names == ("copy",)
+        assert len(of({"a": (shard,)}).columns) == 1  # a rank that saves for itself
+        nested = {"a": {"b": shard}}
+        with pytest.raises(UnsupportedValueError, match="'a' is or holds"):
+            capture(nested, rank=rank, world_size=2, flatten_state_dict=False)
+        return str(caught.value)
+
+    for message in on_ranks(2, on_rank):
+        assert message.startswith("3 value(s)")
+        for words in ("'shard'", "'parts'", "'known'", "DTensor", "ShardedTensor", "PerRank"):
+            assert words in message
+
+
 def test_a_local_part_of_another_dtype_than_declared_is_refused() -> None:
     with as_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))

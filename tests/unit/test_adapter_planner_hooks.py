@@ -146,6 +146,19 @@ def test_lowest_rank_wins_where_the_planner_wants_it(tmp_path):
     assert everything(tmp_path / "c") == everything(tmp_path / "alone")
 
 
+@pytest.mark.parametrize("planner", [Lookup, Finishing])
+def test_objects_with_a_part_of_a_sharded_tensor_are_refused(planner, tmp_path):
+    def part(rank: int) -> dict[str, Any]:
+        tensor: Any = torch.ones(2)
+        tensor.global_shape, tensor.global_offsets = (4,), ((2 * rank,),)
+        tensor.local_offsets, tensor.local_sizes = ((0,),), ((2,),)
+        return {"held": (tensor, 1)}
+
+    with pytest.raises(errors.UnsupportedValueError, match=r"'held'.*is sharded"):
+        save(tmp_path / "c", [planner(), planner()], [part(0), part(1)])
+    assert isinstance(save_alone(planner(), part(0))["held"], tuple)
+
+
 class Shards(dcp.DefaultSavePlanner):
     """Plans `s` as this rank's rows."""
 
