@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,41 @@ def test_stagers_of_dcp_are_used_and_stay_open(make, tmp_path):
         assert handle.report().staging == type(stager).__name__
         assert_is(loaded(tmp_path / "c"), step)
     stager.close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("path", ["native", "foreign"])
+def test_a_stager_copies_again_when_what_it_copied_is_written(path, in_background, tmp_path):
+    """DCP's stager has one copy of a state, which the next save would change."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(ForeignWriter):
+        def write_data(self, plan, planner):
+            begun.set()
+            assert go_on.wait(180)
+            return super().write_data(plan, planner)
+
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self):
+            begun.set()
+            assert go_on.wait(180)
+            return super().create_local_plan()
+
+    with closing(DefaultStager(StagingOptions(False, in_background, False, False))) as stager:
+        weight, handles = torch.zeros(1000), []
+        for step in (1, 2):
+            where = {"checkpoint_id": tmp_path / str(step), "planner": Planner()}
+            if path == "foreign":
+                where = {"storage_writer": Slow(tmp_path / str(step))}
+            weight.fill_(step)
+            if step == 2:
+                assert begun.wait(180)
+                threading.Timer(0.1, go_on.set).start()
+            handles.append(ray_dcp.async_save({"w": weight}, async_stager=stager, **where))
+            handles[-1].staged(180)
+        for step, handle in zip((1, 2), handles, strict=True):
+            handle.result(180)
+            assert ray_dcp.read_state_dict(tmp_path / str(step))["w"].unique().tolist() == [step]
 
 
 class ForeignWriter(stock.FileSystemWriter):
