@@ -58,7 +58,7 @@ from ray_dcp.saving import (
 )
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
-from ray_dcp.torch_adapter.shards import fields_of, give_fields
+from ray_dcp.torch_adapter.shards import fields_of, for_stager, give_fields
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 from ray_dcp.view.wording import seconds_text, size_text
 
@@ -797,7 +797,7 @@ class _StagedByUser(_Save):
         self.progress.enter(STAGE)
         try:
             self._await_earlier(stager)
-            state = stateful_to_state_dict(state_dict)
+            state = for_stager(stateful_to_state_dict(state_dict))
             fields, staged = fields_of(state), stager.stage(state)
             del state
         except BaseException as error:

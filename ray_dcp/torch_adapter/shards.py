@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -22,11 +23,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import is_lazy
 
 from ray_dcp.core.values import Int64Array
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.torch_adapter.subclasses import with_attributes
-from ray_dcp.torch_adapter.tensors import FIELDS, is_checkpointable, is_plain
+from ray_dcp.torch_adapter.tensors import (
+    FIELDS,
+    is_checkpointable,
+    is_plain,
+    lost_memory_within,
+)
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in the global tensor."""
@@ -333,6 +340,61 @@ def copy_fields(of: Any, to: Any) -> None:
     """Copies the attributes of one tensor to another, so that it holds the same parts."""
     for name in FIELDS:
         setattr(to, name, getattr(of, name))
+
+
+def for_stager(state: Any) -> Any:
+    """Returns a nested state dict with copies of conjugate and negative views.
+
+    Why: torch's stagers copy the memory of a tensor without asking what it shows.
+
+    Args:
+        state: Not changed; returned itself if it has no such views.
+
+    Raises:
+        UnsupportedValueError: Tensors reach beyond their memory, which stagers would read.
+    """
+    problems: list[str] = []
+    made = _resolved(state, "", problems)
+    if problems:
+        raise UnsupportedValueError(
+            f"{len(problems)} value(s) of the state dict can't be staged: {'; '.join(problems)}"
+        )
+    return made
+
+
+def _resolved(value: Any, name: str, problems: list[str]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not is_lazy(value) and (reason := lost_memory_within(value)) is not None:
+            problems.append(f"{name!r} {reason}")
+            return value
+        return _shown(value)
+    made = value
+    if isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, old in items:
+            new = _resolved(old, f"{name}.{key}" if name else str(key), problems)
+            if new is not old:
+                made = copy(value) if made is value and not isinstance(value, tuple) else made
+                made = list(made) if isinstance(made, tuple) else made
+                made[key] = new
+    if isinstance(value, tuple) and made is not value:
+        made = type(value)._make(made) if hasattr(value, "_make") else tuple(made)
+    return made
+
+
+def _shown(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy of what it shows if its memory holds something else."""
+    if isinstance(tensor, DTensor):
+        local: Any = tensor._local_tensor
+        shown = _shown(local)
+        if shown is local:
+            return tensor
+        place = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+        return DTensor.from_local(shown, tensor.device_mesh, tensor.placements, **place)
+    if not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    shown = tensor.detach().resolve_conj().resolve_neg()
+    return shown.requires_grad_(tensor.requires_grad)
 
 
 def fields_of(state: Any) -> Any:
