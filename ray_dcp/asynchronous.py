@@ -50,8 +50,11 @@ from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_back
 from ray_dcp.saving import (
     CheckpointId,
     StateDict,
+    await_unused,
     capture_of,
     check_options,
+    mark_used,
+    plug_ins_of,
     run_save,
     session_for,
     target_of,
@@ -102,8 +105,9 @@ def async_save(
         async_checkpointer_type: Accepted for compatibility with DCP. The stager's process writes
             where there is one, a thread of this process otherwise.
         async_stager: Stages the state instead of ray_dcp, by DCP's protocol. This process then
-            saves what it returns: such a save does not survive the process. If it staged an earlier
-            save that has not ended, the call waits for that, as stagers reuse their copy.
+            saves what it returns: such a save does not survive the process. The call waits for a
+            save in progress that uses the same stager, as stagers reuse their copy, or the same
+            planner or third-party storage.
         no_dist: As for `save`.
         use_collectives: As for `save`.
         options: See `SaveOptions`; `max_pending` and `when_full` apply to asynchronous saves.
@@ -729,6 +733,7 @@ class _NativeSave(_Save):
         That function in turn returns the one that waits for the commit.
         """
         target, options, progress = target_of(self._route), self._options, self.progress
+        await_unused(plug_ins_of(self._route), options, session.rank)
         capture = capture_of(self._route, session, state_dict, options)
 
         backend = self._backend = staging_backend_of(self._session)
@@ -793,10 +798,11 @@ class _StagedByUser(_Save):
             use_collectives: As given to `async_save`.
             own: The stager, if this save has to close it at its end.
         """
-        self._staging, self._stager = type(stager).__name__, stager
+        self._staging = type(stager).__name__
         self.progress.enter(STAGE)
+        plug_ins = (stager, *plug_ins_of(self._route))
         try:
-            self._await_earlier(stager)
+            await_unused(plug_ins, self._options, self._session.rank)
             state = for_stager(stateful_to_state_dict(state_dict))
             fields, staged = fields_of(state), stager.stage(state)
             del state
@@ -805,6 +811,7 @@ class _StagedByUser(_Save):
             if own is not None:
                 own.close()
             raise
+        mark_used(plug_ins, self.handle.upload_completion)
         self._in_background = isinstance(staged, Future)
         if isinstance(staged, Future):
             staged.add_done_callback(lambda done: self.handle._is_staged(done.exception()))
@@ -834,26 +841,6 @@ class _StagedByUser(_Save):
                 stager.synchronize_staging()
             self.handle._is_staged()
         self.progress.release()
-
-    def _await_earlier(self, stager: AsyncStager) -> None:
-        """Waits until no other save reads what the stager has copied for it.
-
-        Why: stagers reuse their copy, as torch's `DefaultStager` does, and a save that is still
-        written would get the values of this one.
-
-        Raises:
-            DeadlineError: A save has not ended in the time that a save may take.
-        """
-        options = self._options
-        timeout_s = options.plan_timeout_s + options.write_timeout_s + options.commit_timeout_s
-        earlier = [save for save in list(_running) if getattr(save, "_stager", None) is stager]
-        if wait([save.handle.upload_completion for save in earlier], timeout_s).not_done:
-            raise DeadlineError(
-                f"Expected the save before, which the same {self._staging} has staged, to end "
-                f"within {timeout_s:g} s, but it has not; give this one a stager of its own",
-                checkpoint_id=self.handle.checkpoint_id,
-                rank=self._session.rank,
-            )
 
 
 # --- the end of the process ---------------------------------------------------------------------

@@ -14,7 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
@@ -30,7 +30,7 @@ from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH, __version__
 from ray_dcp.core.phases import CAPTURE
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.discovery import current_session
@@ -202,12 +202,15 @@ def run_save(
     """
     options = route.apply(options or SaveOptions())
     url = route.target.url if route.target else checkpoint_id
+    is_in_background = account is not None
     with ExitStack() as stack:
         if account is None:
             activity = Activity(session, options.heartbeat_timeout_s)
             account = stack.enter_context(Account("save", url, activity, route.path, log))
         account.activity.progress.enter(CAPTURE)
         activity = stack.enter_context(account.activity)
+        if not is_in_background:
+            await_unused(plug_ins_of(route), options, session.rank)
         # Why inside: a rank that gives a wrong `progress` has to tell the others that it leaves.
         ranks = session.rank, session.world_size
         shown = reporting(progress, "saving", text_of(url) or "", ranks)
@@ -243,6 +246,52 @@ def run_save(
             events.warn(warning, stacklevel=3)
     route.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
+
+
+# --- plug-ins in use ------------------------------------------------------------------------------
+
+_used: dict[Future[Any], tuple[Any, ...]] = {}
+"""The plug-ins that saves in the background use until a future of theirs is done."""
+os.register_at_fork(after_in_child=_used.clear)
+
+
+def plug_ins_of(route: Route) -> tuple[Any, ...]:
+    """Returns the planner and storage of the user that are called while a save runs."""
+    found = (route.planner, route.storage if route.path == FOREIGN else None)
+    return tuple(one for one in found if one is not None)
+
+
+def mark_used(plug_ins: tuple[Any, ...], until: Future[Any]) -> None:
+    """Registers that a save in the background uses plug-ins until a future of its is done."""
+    _used[until] = plug_ins
+
+
+def await_unused(plug_ins: tuple[Any, ...], options: SaveOptions, rank: int) -> None:
+    """Waits until no save in the background uses one of the plug-ins any more.
+
+    Why: plug-ins hold the state of one save. A writer that is reset for the next save would send
+    the files of the one before there, and a stager has one copy of the state. *Careful*: all ranks
+    wait in the order of their calls, so this belongs into the caller's thread.
+
+    Raises:
+        DeadlineError: A save has not ended in the time that a save may take.
+    """
+    for future in [one for one in list(_used) if one.done()]:
+        _used.pop(future, None)
+    waiting = {
+        future: other
+        for future, used in list(_used.items())
+        for other in used
+        if any(one is other for one in plug_ins)
+    }
+    timeout_s = options.plan_timeout_s + options.write_timeout_s + options.commit_timeout_s
+    for future in wait(waiting, timeout_s).not_done:
+        raise DeadlineError(
+            f"Expected the save in the background that uses the same "
+            f"{type(waiting[future]).__name__} to end within {timeout_s:g} s, but it has not; "
+            f"give each save a planner, storage and stager of its own",
+            rank=rank,
+        )
 
 
 def text_of(checkpoint_id: CheckpointId | None) -> str | None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -192,39 +193,81 @@ def test_stagers_of_dcp_are_used_and_stay_open(make, tmp_path):
     stager.close()
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("path", ["native", "foreign"])
-def test_a_stager_copies_again_when_what_it_copied_is_written(path, in_background, tmp_path):
-    """DCP's stager has one copy of a state, which the next save would change."""
-    begun, go_on = threading.Event(), threading.Event()
+class Held:
+    """Holds what a save does in the background until the next save has been called."""
 
-    class Slow(ForeignWriter):
-        def write_data(self, plan, planner):
-            begun.set()
-            assert go_on.wait(180)
-            return super().write_data(plan, planner)
+    def __init__(self):
+        self.begun, self.go_on = threading.Event(), threading.Event()
 
-    class Planner(DefaultSavePlanner):
-        def create_local_plan(self):
-            begun.set()
-            assert go_on.wait(180)
-            return super().create_local_plan()
+    def here(self):
+        self.begun.set()
+        assert self.go_on.wait(180)
 
-    with closing(DefaultStager(StagingOptions(False, in_background, False, False))) as stager:
-        weight, handles = torch.zeros(1000), []
-        for step in (1, 2):
-            where = {"checkpoint_id": tmp_path / str(step), "planner": Planner()}
-            if path == "foreign":
-                where = {"storage_writer": Slow(tmp_path / str(step))}
-            weight.fill_(step)
-            if step == 2:
-                assert begun.wait(180)
-                threading.Timer(0.1, go_on.set).start()
-            handles.append(ray_dcp.async_save({"w": weight}, async_stager=stager, **where))
-            handles[-1].staged(180)
-        for step, handle in zip((1, 2), handles, strict=True):
-            handle.result(180)
-            assert ray_dcp.read_state_dict(tmp_path / str(step))["w"].unique().tolist() == [step]
+    def release_soon(self):
+        assert self.begun.wait(180)
+        threading.Timer(0.1, self.go_on.set).start()
+
+
+class HeldPlanner(DefaultSavePlanner):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def create_local_plan(self):
+        self.held.here()
+        return super().create_local_plan()
+
+
+class HeldWriter(_FileSystemWriter):
+    """A writer that does not stage."""
+
+    def __init__(self, path, held):
+        super().__init__(path)
+        self.held = held
+
+    def write_data(self, plan, planner):
+        self.held.here()
+        return super().write_data(plan, planner)
+
+
+def plug_ins(kind, path):
+    """Makes what saves share, and what each has for its own."""
+    held = Held()
+    if kind == "writer":
+        return held, {"storage_writer": HeldWriter(path, held)}, dict
+    if kind == "planner":
+        planner = DefaultSavePlanner()
+        return held, {"planner": planner}, lambda: {"storage_writer": HeldWriter(path, held)}
+    stager = DefaultStager(StagingOptions(False, kind == "stager with a thread", False, False))
+    return held, {"async_stager": stager}, lambda: {"planner": HeldPlanner(held)}
+
+
+@pytest.mark.parametrize("kind", ["writer", "planner", "stager", "stager with a thread"])
+@pytest.mark.parametrize("then", [ray_dcp.async_save, ray_dcp.save])
+def test_saves_that_share_a_plug_in_do_not_overlap(then, kind, tmp_path):
+    """A writer has one path, a planner one state, and a stager one copy of it."""
+    held, shared, own = plug_ins(kind, tmp_path)
+    weight, ended = torch.zeros(1000), []
+    for step in (1, 2):
+        weight.fill_(step)
+        call, how = ray_dcp.async_save, {**shared, **own()}
+        if step == 2:
+            held.release_soon()
+            call = then
+        if call is ray_dcp.save:
+            how.pop("async_stager", None)
+        state = {"w": weight, f"only in {step}": step}
+        ended.append(call(state, checkpoint_id=tmp_path / str(step), **how))
+        if call is ray_dcp.async_save:
+            ended[-1].staged(180)
+    for step, one in zip((1, 2), ended, strict=True):
+        if isinstance(one, ray_dcp.SaveHandle):
+            one.result(180)
+        found = ray_dcp.read_state_dict(tmp_path / str(step))
+        assert sorted(found) == [f"only in {step}", "w"]
+        assert found["w"].unique().tolist() == [step]
+    if stager := shared.get("async_stager"):
+        stager.close()
 
 
 class Pair(NamedTuple):
