@@ -555,7 +555,7 @@ def dcp_to_torch_save(
             values = {
                 each.path: objects[each.name]
                 if each.name in objects
-                else torch.empty(each.shape, dtype=each.dtype)
+                else torch.empty(each.shape, dtype=each.dtype, device="cpu")
                 for each in stored
             }
         state = nested(values)
@@ -601,7 +601,8 @@ def _fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any
     with Path(path).open("r+b") as file:
         for name, storage in records:
             file.seek(reader.get_record_offset(name))
-            file.write(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().data)
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+            file.write(memory.numpy().data)
 
 
 class _StorageFinder(pickle.Pickler):

@@ -310,11 +310,22 @@ def _sparse(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
     if layout is torch.sparse_coo:
         is_coalesced = coalesced[0] if coalesced else None
         return torch.sparse_coo_tensor(
-            indices, values, size, is_coalesced=is_coalesced, check_invariants=True
+            indices,
+            values,
+            size,
+            device=values.device,
+            is_coalesced=is_coalesced,
+            check_invariants=True,
         )
     compressed, plain, values = tensors
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, size, layout=layout, check_invariants=True
+        compressed,
+        plain,
+        values,
+        size,
+        layout=layout,
+        device=values.device,
+        check_invariants=True,
     )
 
 

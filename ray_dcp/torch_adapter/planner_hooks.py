@@ -491,7 +491,7 @@ class PlannerSink(TensorSink):
         with self._lock:
             if row not in self._temporary:
                 size = tuple(self._items[row].lengths)
-                self._temporary[row] = torch.empty(size, dtype=self._stored[row])
+                self._temporary[row] = torch.empty(size, dtype=self._stored[row], device="cpu")
             return self._temporary[row]
 
     def done(self, row: int) -> None:

@@ -370,7 +370,10 @@ def fresh_value(template: Any, dtype: torch.dtype) -> Any:
             stride=template.stride(),
         )
     if type(template) is AsStored:
-        return torch.empty(template.shape, dtype=dtype)
+        device = torch.get_default_device()
+        return torch.empty(
+            template.shape, dtype=dtype, device="cpu" if device.type == "meta" else device
+        )
     made = _fresh(template, dtype, None)
     if isinstance(template, torch.nn.Parameter):
         may_learn = template.requires_grad and (dtype.is_floating_point or dtype.is_complex)

@@ -174,7 +174,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         # Why: a tensor is read to the CPU first, and copied to its device once it is complete.
         self._devices = {fqn: t for fqn, t in plain.items() if is_on_xla(t)}
         for fqn, tensor in self._devices.items():
-            plain[fqn] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            plain[fqn] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._left[fqn] = max(1, tensor.numel())
         super().set_up_planner(plain, metadata, is_coordinator)
         self.original_state_dict = state_dict  # type: ignore[assignment]

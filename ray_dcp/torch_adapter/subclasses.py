@@ -101,7 +101,7 @@ def _copy(into: torch.Tensor, source: torch.Tensor, fqn: str, policy: str) -> No
         _copy_parts(into, source)
     elif is_plain(into) and into.dtype != source.dtype:
         # Why: the values that the class shows are compared before they are cast.
-        between = torch.empty(source.shape, dtype=source.dtype)
+        between = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         place(between, source, fqn, policy=policy)
         into.detach().copy_(between)
     else:

@@ -382,7 +382,7 @@ class Targets:
         ndim = int(self._table.ndim[number])
         offset, size = (tuple(each[row, :ndim].tolist()) for each in (wanted.offset, wanted.size))
         dtype = dtype_of(self._table.dtypes[self._table.dtype[number]])
-        boxes, value = Boxes(), torch.empty(size, dtype=dtype)
+        boxes, value = Boxes(), torch.empty(size, dtype=dtype, device="cpu")
         boxes.add(number, offset, size, dtype)
         boxes.sink.add(value, dtype)
         trial = Targets(self._table, self._options, boxes, Boxes())

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import LoadOptions, PerRank, errors
 from tests.support.adapter import load_on_ranks, save_on_ranks
+from tests.support.comparing import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -196,6 +198,48 @@ def test_dtypes_follow_the_policy(saved: Path):
     assert kept["model"]["b"].all()
     assert not before.any()
     assert report.cast == ()
+
+
+class Late(stock.DefaultLoadPlanner):
+    """Resolves its targets when their bytes have arrived in memory of ray_dcp's."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+
+def tensors_of_all_kinds(fill: float) -> dict[str, Any]:
+    base = torch.full((8,), fill)
+    return {
+        "base": base, "part": base[2:6], "turned": torch.full((2, 3), fill).t(),
+        "wrapped": TwoTensor(torch.full((2,), fill), torch.full((2,), fill)),
+        "conjugate": torch.full((2,), fill, dtype=torch.complex64).conj(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("planner", [None, Late])
+def test_loads_take_the_hosts_memory_whatever_the_default_device(planner: Any, tmp_path: Path):
+    expected, found = tensors_of_all_kinds(3.0), tensors_of_all_kinds(0.0)
+    with torch.serialization.safe_globals([TwoTensor]):
+        ray_dcp.save(expected, checkpoint_id=tmp_path / "c")
+        stock.save(expected, checkpoint_id=tmp_path / "stock", no_dist=True)
+        with torch.device("meta"):  # as torch.set_default_device("cuda") does
+            ray_dcp.load(found, checkpoint_id=tmp_path / "c", planner=planner and planner())
+            ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+            whole = ray_dcp.read_state_dict(tmp_path / "stock")
+        written = torch.load(tmp_path / "c.pt", weights_only=False)
+    for one in (found, whole, written):
+        assert differences({name: one[name] for name in expected}, expected) == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_objects_are_built_where_their_parts_lie(tmp_path: Path):
+    sparse = torch.eye(2).to_sparse()
+    saved = {"coo": (sparse,), "csr": (sparse.to_sparse_csr(),)}
+    ray_dcp.save(saved, checkpoint_id=tmp_path / "c")
+    with torch.device("meta"):
+        found = ray_dcp.read_state_dict(tmp_path / "c")
+    for (one,) in found.values():
+        assert torch.equal(one.to_dense(), torch.eye(2))
 
 
 def test_a_kept_dtype_stays_a_parameter_or_gets_memory(saved: Path):
