@@ -86,7 +86,8 @@ def why_part(tensor: torch.Tensor) -> str | None:
     elif isinstance(tensor, ShardedTensor):
         is_part = len(tensor.metadata().shards_metadata) > len(tensor.local_shards())
     else:
-        is_part = is_checkpointable(tensor) and tuple(tensor.shape) != tuple(tensor.global_shape)
+        whole = getattr(tensor, "global_shape", ()) if is_checkpointable(tensor) else tensor.shape
+        is_part = tuple(tensor.shape) != tuple(whole)
     if not is_part:
         return None
     return (
@@ -389,8 +390,14 @@ def _shown(tensor: torch.Tensor) -> torch.Tensor:
         shown = _shown(local)
         if shown is local:
             return tensor
-        place = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-        return DTensor.from_local(shown, tensor.device_mesh, tensor.placements, **place)
+        return DTensor.from_local(
+            shown,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
     if not tensor.is_conj() and not tensor.is_neg():
         return tensor
     shown = tensor.detach().resolve_conj().resolve_neg()
