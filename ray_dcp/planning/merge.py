@@ -14,7 +14,7 @@ rank, so the plan stays valid whether the item differs or not, and the digest sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -53,11 +53,13 @@ class Held(Columns):
         first: int64[t], the first row of each tensor or object.
         rank: int32[n], the rank that holds the item.
         row: int32[n], row of that rank's `Columns`.
+        place: int32[n], index of the item's digest among those of its rank, if it has one.
     """
 
     first: Int64Array
     rank: Int32Array
     row: Int32Array
+    place: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,10 @@ class DistinctBoxes:
 
 def merge(columns: Sequence[Columns]) -> Held:
     """Returns all ranks' items as one table.
+
+    An empty mapping is omitted if another rank has values in it: of a state that one rank gathers,
+    as with torch's `StateDictOptions(full_state_dict=True, cpu_offload=True)`, the others have
+    empty mappings.
 
     Args:
         columns: Columns of each rank; at least one.
@@ -114,19 +120,54 @@ def merge(columns: Sequence[Columns]) -> Held:
         key: np.concatenate([getattr(own, key) for own in columns])
         for key in ("kind", "ndim", "requires_grad", "splittable", "value", "settled")
     }
-    return Held(
+    held = Held(
         names=tuple(map(known.__getitem__, order)),
         paths=tuple(map(paths.__getitem__, order)),
         dtypes=tuple(dtypes),
         first=first_rows(tensors, len(order)),
         rank=np.repeat(np.arange(len(columns), dtype=np.int32), counts),
         row=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        place=np.concatenate([_digest_numbers(own) for own in columns]),
         name=tensors.astype(np.int32),
         dtype=np.concatenate(dtype),
         shape=np.concatenate([pad(own.shape, width, 1) for own in columns]),
         offset=np.concatenate([pad(own.offset, width, 0) for own in columns]),
         size=np.concatenate([pad(own.size, width, 1) for own in columns]),
         **same,
+    )
+    return _without_filled(held)
+
+
+def _digest_numbers(columns: Columns) -> Int32Array:
+    """Returns the number of digests before each row."""
+    return offsets_of((columns.value > 0).astype(np.int64))[:-1].astype(np.int32)
+
+
+def _without_filled(held: Held) -> Held:
+    """Returns the items without empty mappings that have values on another rank."""
+    empty = (held.kind == Kind.OBJECT) & held.requires_grad
+    if not empty.any():
+        return held
+    parents = {path[:stop] for path in held.paths if path for stop in range(1, len(path))}
+    filled = np.fromiter((path in parents for path in held.paths), np.bool_, len(held.paths))
+    filled[held.name[~empty]] = False  # a value of another kind, which is a conflict
+    if not filled.any():
+        return held
+    rows = ~filled[held.name]
+    number = (np.cumsum(~filled) - 1).astype(np.int32)[held.name[rows]]
+    kept = np.flatnonzero(~filled).tolist()
+    by_row = {
+        one.name: getattr(held, one.name)[rows]
+        for one in fields(held)
+        if one.name not in ("names", "paths", "dtypes", "first", "name")
+    }
+    return replace(
+        held,
+        names=tuple(map(held.names.__getitem__, kept)),
+        paths=tuple(map(held.paths.__getitem__, kept)),
+        first=first_rows(number, len(kept)),
+        name=number,
+        **by_row,
     )
 
 
@@ -312,11 +353,9 @@ def group_values(held: Held, boxes: DistinctBoxes, differing: BoolArray) -> Valu
             told[code] = held.names[held.name[boxes.row[own]]]
     rank = held.rank[holder]
     order = np.lexsort((box, group, rank))
-    before = offsets_of((held.value > 0).astype(np.int64))
-    place = before[holder] - before[np.searchsorted(held.rank, rank)]
     return ValueGroups(
         rank=rank[order],
-        place=place[order].astype(np.int32),
+        place=held.place[holder][order],
         group=group[order],
         told=tuple(sorted(told.items())),
     )

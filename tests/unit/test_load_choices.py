@@ -15,6 +15,7 @@ import ray_dcp
 from ray_dcp import LoadOptions, PerRank, errors
 from tests.support.adapter import load_on_ranks, save_on_ranks
 from tests.support.comparing import differences
+from tests.support.threads import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -375,6 +376,33 @@ def test_mappings_without_values_come_back_where_a_checkpoint_is_read_whole(
     ray_dcp.write_metadata(tmp_path / "c")
     assert ("extra" in reader.read_metadata().state_dict_metadata) == (flags == FLAGS[2])
     assert ray_dcp.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("gatherer", [0, 1])
+def test_mappings_that_are_empty_on_some_ranks_have_the_values_of_the_others(
+    gatherer: int, tmp_path: Path
+):
+    """As with `StateDictOptions(full_state_dict=True)`, which gives the state to one rank."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    state_dict = dict(model.state_dict())
+    whole = {"model": state_dict, "deep": {"er": {"log": [1], "left": {}}}, "empty": {}}
+    bare = {"model": {}, "deep": {"er": {}}, "empty": {}}
+
+    def work(rank: int) -> None:
+        state = whole if rank == gatherer else bare
+        for step in (1, 2):
+            common = {"same": [step], "step": [rank] if step == 2 else [0], "z": ["last"]}
+            ray_dcp.save({**state, **common}, checkpoint_id=tmp_path / str(step))
+
+    with pytest.warns(UserWarning, match=r"lowest rank's: 'step' on rank 1\. The"):
+        assert run_as_ranks(work, 2) == [None, None]
+    for step in (1, 2):
+        found = ray_dcp.read_state_dict(tmp_path / str(step))
+        expected = {**whole, "same": [step], "step": [0], "z": ["last"]}
+        assert differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == []
+        ray_dcp.load({"model": other}, checkpoint_id=tmp_path / str(step), no_dist=True)
+        assert torch.equal(other.weight, model.weight)
+        assert ray_dcp.verify(tmp_path / str(step)).ok
 
 
 # --- values per rank ----------------------------------------------------------------------------
