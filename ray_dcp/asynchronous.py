@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -259,6 +260,7 @@ class SaveFuture(Future[T]):
         self._is_over = False
         self._registering = threading.Lock()
         self._registered: list[Callable[[Any], object]] | None = []
+        self._awaiting: set[SimpleQueue[None]] = set()
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
@@ -268,12 +270,31 @@ class SaveFuture(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """See `concurrent.futures.Future.result`; raises the error of the save."""
         self._check_process()
-        return super().result(timeout)
+        return super().result(self._await(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `concurrent.futures.Future.exception`."""
         self._check_process()
-        return super().exception(timeout)
+        return super().exception(self._await(timeout))
+
+    def _await(self, timeout_s: float | None) -> float:
+        """Waits for the outcome, or for the timeout; returns how much longer to wait, 0.
+
+        *Why* not as `Future` waits: Ctrl-C in the middle of it may leave the lock of the future
+        held for good, and the save would wait for that lock when it ends.
+        """
+        ended: SimpleQueue[None] = SimpleQueue()
+        with self._registering:
+            self._awaiting.add(ended)
+        try:
+            if not self.done():
+                ended.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+        except Empty:
+            pass  # `Future` raises the error of the timeout.
+        finally:
+            with self._registering:
+                self._awaiting.discard(ended)
+        return 0.0
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """See `concurrent.futures.Future.add_done_callback`."""
@@ -298,6 +319,10 @@ class SaveFuture(Future[T]):
             else:
                 self.set_exception(error)
         self._is_over = True
+        with self._registering:
+            awaiting = [*self._awaiting]
+        for ended in awaiting:
+            ended.put(None)
 
     def _announce(self) -> None:
         """Runs the callbacks, once."""
@@ -500,11 +525,11 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         for future in (self.staging_completion, self.upload_completion, self):
             future._announce()
 
-    def _wait_for(self, future: Future[Any], timeout_s: float | None, what: str) -> Any:
+    def _wait_for(self, future: SaveFuture[Any], timeout_s: float | None, what: str) -> Any:
         timeout_s = check_wait(timeout_s, "timeout_s")
         self._check_process()
         try:
-            return Future.result(future, timeout_s)
+            return Future.result(future, future._await(timeout_s))
         except TimeoutError as exc:
             if future.done():
                 raise
@@ -676,11 +701,15 @@ class _Save:
             self._session.leave(Left(self._key, error.message), LEAVING_S)
             self._end(None, error)
             return False
+        except BaseException:
+            # Why: interrupted before the thread began, nobody would end this save.
+            _running.discard(self)
+            raise
         return True
 
     def drain(self, timeout_s: float) -> None:
         """Waits until the save has ended; logs an error if it has not within the timeout."""
-        wait([self.handle.upload_completion], timeout_s)
+        self.handle.upload_completion._await(timeout_s)
         if not self.handle.done():
             logger.error(
                 "The asynchronous save to %s has not ended after %g s and is left; ask "
@@ -705,25 +734,28 @@ class _NativeSave(_Save):
                 stages = [self._plan(activity, state_dict)]
                 if not self._in_background:
                     finish = stages.pop()()
+                # The rank sends heartbeats until the save has ended.
+                rest = ExitStack()
+                rest.push(activity)
+
+                def finish_all() -> Metadata:
+                    with rest:
+                        # Why popped: the function references the state, which may be freed once
+                        # staged.
+                        return stages.pop()()() if stages else finish()
+
+                if self._go_on(finish_all):
+                    stack.pop_all()
+                elif self._backend is not None:
+                    self._backend.release(committed=False)
             except CheckpointError as error:
                 activity.leave(error)
                 self._end(None, error)
-                return
             except BaseException as error:
+                # The caller got this error; it has no handle to ask for another one.
+                self.handle._looked_at = True
                 self._account.end(error)
                 raise
-            # The rank sends heartbeats until the save has ended.
-            rest = stack.pop_all()
-
-        def finish_all() -> Metadata:
-            with rest:
-                # Why popped: the function references the state, which may be freed once staged.
-                return stages.pop()()() if stages else finish()
-
-        if not self._go_on(finish_all):
-            rest.close()
-            if self._backend is not None:
-                self._backend.release(committed=False)
 
     def _plan(
         self, session: Activity, state_dict: Mapping[str, Any]

@@ -20,8 +20,9 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ray_dcp.errors import InvalidRequestError, LimitError
@@ -275,6 +276,27 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
     return ended
 
 
+def wait_any(waited: Iterable[Future[Any]], timeout_s: float) -> None:
+    """Waits until one of the futures is done, or the timeout passes.
+
+    Why not `concurrent.futures.wait`: Ctrl-C in the middle of it may leave the lock of a future
+    held for good, and the thread that completes the future would wait for that lock.
+
+    Args:
+        waited: The futures.
+        timeout_s: The timeout, in seconds.
+
+    Examples:
+        >>> wait_any([begin(lambda: 6 * 7, "sums"), Future()], 10.0)
+    """
+    ended: SimpleQueue[Future[Any]] = SimpleQueue()
+    for future in waited:
+        future.add_done_callback(ended.put)
+    # Suppressed: the caller looks which of them are done.
+    with suppress(Empty):
+        ended.get(timeout=max(0.0, timeout_s))
+
+
 def run_within(
     work: Callable[[], T],
     within_s: float,
@@ -305,16 +327,15 @@ def run_within(
     ended: Future[T] | None = None
     try:
         ended = begin(work, "ray_dcp in time")
-        either: list[Future[Any]] = [ended, stop.failed]
-        wait(either, within_s, FIRST_COMPLETED)
+        wait_any([ended, stop.failed], within_s)
         if not ended.done() and not stop.asked:
             stop.because(overdue())
     except BaseException as error:
         stop.because(error)
         if ended is not None:
-            wait([ended], unwind_s)
+            wait_any([ended], unwind_s)
         raise
-    wait([ended], unwind_s)
+    wait_any([ended], unwind_s)
     if not ended.done() or (ended.exception() is not None and stop.error is not None):
         raise stop.error or overdue()
     return ended.result()

@@ -103,11 +103,20 @@ class Activity:
         try:
             if error is not None:
                 self.leave(error)
+        except BaseException:
+            # Why again: a second Ctrl-C may come before the session has the report.
+            self.leave(error or KeyboardInterrupt(), 0.0)
+            raise
         finally:
             self._session.end_call(self.progress)
 
-    def leave(self, error: BaseException) -> None:
-        """Reports that this rank leaves the call by an error, unless it has its outcome."""
+    def leave(self, error: BaseException, wait_s: float = LEAVING_S) -> None:
+        """Reports that this rank leaves the call by an error, unless it has its outcome.
+
+        Args:
+            error: The error.
+            wait_s: How long an interrupted rank waits until the report has arrived, in seconds.
+        """
         if self.progress.over:
             return
         is_ours = isinstance(error, CheckpointError)
@@ -117,8 +126,9 @@ class Activity:
             # Why the first otherwise: a call that fails before it begins one leaves that.
             key = self.progress.key or replace(self.next_key(), step=0)
             # Why only then: the process may be about to end. Who fails otherwise lives on.
-            wait_s = 0.0 if is_ours else LEAVING_S
-            self._session.leave(Left(key, reason, is_interrupt=not is_ours), wait_s)
+            self._session.leave(
+                Left(key, reason, is_interrupt=not is_ours), 0.0 if is_ours else wait_s
+            )
 
 
 class Account:

@@ -54,7 +54,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
 )
 from ray_dcp.commit_protocol.planning import PlanMemory
-from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock
+from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock, wait_any
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -400,7 +400,7 @@ class LinkSession(Session):
         try:
             while True:
                 left_s = begun_s + timeout_s + uncounted_s() - time.monotonic()
-                futures.wait([answer], max(0.0, min(left_s, LOOK_S)))
+                wait_any([answer], min(left_s, LOOK_S))
                 if answer.done():
                     return answer.result()
                 reason = given_up(False)
@@ -672,7 +672,8 @@ class InlineSession(LinkSession):
             wait_s: How long to wait until its tasks have ended, in seconds.
         """
         self._check_open()
-        self._ask("withdraw", left, wait_s, timeout_s=math.inf)
+        # Why not `_ask`: a second Ctrl-C would cancel the call before the loop has begun it.
+        wait_any([self._link.ask("withdraw", left, wait_s)], wait_s + UNWIND_S)
 
     @property
     def _link(self) -> LoopThread[_InlineLoop]:

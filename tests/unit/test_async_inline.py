@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
+import sys
 import threading
+import time
 import warnings
 import weakref
 from concurrent.futures import Future
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +26,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import ray_dcp
-from ray_dcp import SaveOptions, errors
+from ray_dcp import SaveOptions, asynchronous, errors
 from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.comparing import differences
@@ -138,6 +143,23 @@ def test_waiting_has_a_deadline_and_the_save_goes_on(gate, tmp_path):
     gate.open.set()
     handle.committed(float("inf"))
     assert_is(loaded(tmp_path / "c"), 1)
+
+
+@pytest.mark.parametrize("staging", ["call", "background"])
+def test_ctrl_c_before_the_thread_begins_leaves_no_save_behind(staging, monkeypatch, tmp_path):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    options = SaveOptions(staging=staging, write_timeout_s=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(asynchronous, "start_thread", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c", options=options)
+    assert not asynchronous._running
+    began_s = time.monotonic()
+    ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "c", options=options).committed(180)
+    assert time.monotonic() - began_s < 10
+    assert_is(loaded(tmp_path / "c"), 2)
 
 
 def test_a_cancelled_save_ends_so_and_leaves_what_stood(gate, tmp_path):
@@ -485,6 +507,30 @@ def test_the_call_returns_before_anything_is_copied(copy_gate, tmp_path):
     handle.staged(180)
     state["w"].zero_()
     handle.committed(180)
+    assert ray_dcp.open(tmp_path / "c")["w"][:].tolist() == [1.0] * 9
+
+
+@pytest.mark.parametrize(
+    "wait", ["staged", "staging_completion.result", "upload_completion.result"]
+)
+def test_ctrl_c_twice_while_waiting_does_not_hold_the_save_up(wait, copy_gate, tmp_path):
+    def interrupt_again(frame: Any, event: str, argument: object) -> None:
+        is_first_handled = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        if event == "call" and is_first_handled and frame.f_code is releases:
+            raise KeyboardInterrupt
+
+    releases = threading.Condition.__exit__.__code__
+    state = {"w": torch.ones(9)}
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    sys.setprofile(interrupt_again)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            attrgetter(wait)(handle)()
+    finally:
+        sys.setprofile(None)
+    copy_gate.open.set()
+    handle.committed(60)
     assert ray_dcp.open(tmp_path / "c")["w"][:].tolist() == [1.0] * 9
 
 

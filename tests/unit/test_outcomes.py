@@ -782,6 +782,24 @@ def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(ur
     assert len(records) == 2, "the attempt is declared failed"
 
 
+def test_a_second_ctrl_c_while_the_first_is_reported_leaves_no_open_attempt(url, gate):
+    session, may_go_on = InlineSession(), threading.Event()
+
+    def interrupt_twice():
+        session._link.loop.call_soon_threadsafe(may_go_on.wait, PATIENCE_S)
+        interrupt()
+        for after_s, then in ((0.1, held.open), (0.6, interrupt), (1.0, may_go_on.set)):
+            threading.Timer(after_s, then).start()
+
+    held = gate(on_arrival=interrupt_twice)
+    with pytest.raises(KeyboardInterrupt):
+        one_save(url, session, opener=held.opener)
+    assert may_go_on.wait(PATIENCE_S)
+    assert eventually(lambda: session.coordinator_info()["active"] == ())
+    one_save(url, session)
+    load_and_check(state_of(1), 1, url)
+
+
 def test_ctrl_c_in_the_middle_of_the_commit_waits_for_its_end(url, gate):
     held = gate("manifest-*", on_arrival=interrupt)
     threading.Timer(0.3, held.open).start()
