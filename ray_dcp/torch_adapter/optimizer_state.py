@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.core.values import ChunkTable, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
 from ray_dcp.torch_adapter.flatten import below, flatten, listed, set_by_path
-from ray_dcp.torch_adapter.priming import primed, shard_like, state_of
+from ray_dcp.torch_adapter.priming import primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
 
@@ -773,19 +773,22 @@ class _OwnForm:
         return OptimizerTargets(tree)
 
     def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
-        """Removes the state of parameters that had none when they were saved."""
-        if all(name in names for name in flatten({self._key: tree}).names):
-            return
-        optimizer_state = self._optimizer.state
-        held = dict(optimizer_state)
-        optimizer_state.clear()
+        """Removes the state of parameters that had none when they were saved.
+
+        It asks for a state dict more on every rank, as that may be a collective.
+        """
+        states = [one.state for one in (self._optimizer, *wrapped_by(self._optimizer))]
+        held = [dict(state) for state in states]
+        for state in states:
+            state.clear()
         try:
             with suppress(Exception):  # a class that has no state dict without state
-                without_state = set(flatten({self._key: self.state_dict()}).names)
-                _prune(tree, self._key, without_state, names)
+                without_state = flatten({self._key: self.state_dict()}).names
+                _prune(tree, self._key, names, _with_parents([*without_state, *names]))
         finally:
-            optimizer_state.clear()
-            optimizer_state.update(held)
+            for state, before in zip(states, held, strict=True):
+                state.clear()
+                state.update(before)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Why a copy: torch's helper changes its argument.
@@ -1095,26 +1098,36 @@ def _add_options(groups: Any, items: Mapping[str, StoredValue]) -> None:
             groups[int(index)].setdefault(option, target)
 
 
-def _prune(
-    tree: dict[Any, Any], key: str, without_state: Collection[str], names: Collection[str]
-) -> None:
+def _prune(tree: dict[Any, Any], key: str, stored: Collection[str], known: Collection[str]) -> None:
     """Removes mappings that an optimizer has only with state, and of which nothing is stored.
 
     Args:
         tree: State of an optimizer; changed in place.
         key: Its name.
-        without_state: Names of values that the optimizer has without state.
-        names: Names of stored values.
+        stored: Names of stored values.
+        known: Names of the values that are stored, or that the optimizer has without state, and of
+            all that contains them.
     """
     for part, value in list(tree.items()):
         name = f"{key}.{part}"
         if not isinstance(value, dict) or not value:
             continue
-        known = (each in names or each in without_state for each in flatten({name: value}).names)
-        if name in without_state or any(known):
-            _prune(value, name, without_state, names)
+        if name in stored:  # as an empty mapping
+            tree[part] = {}
+        elif name in known:
+            _prune(value, name, stored, known)
         else:
             del tree[part]
+
+
+def _with_parents(names: Iterable[str]) -> set[str]:
+    """Returns names, and the beginnings of each that end before a dot."""
+    found: set[str] = set()
+    for name in names:
+        while name and name not in found:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
 
 
 def _containers(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -69,6 +69,7 @@ def primed(
 
     Yields the new state by the id of its parameter: none if the optimizer's step raises.
     """
+    inside = [(one, dict(one.state)) for one in wrapped_by(optimizer)]
     made: list[torch.Tensor] = []
     with suppress(Exception):  # whatever its step raises: it has no state then
         made = prime(optimizer, only)
@@ -77,6 +78,22 @@ def primed(
     finally:
         for parameter in made:
             optimizer.state.pop(parameter, None)
+        for one, before in inside:
+            one.state.clear()
+            one.state.update(before)
+
+
+def wrapped_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers with state of their own that an optimizer has as attributes."""
+    family = [optimizer]
+    for one in family:
+        for value in vars(one).values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(inner, torch.optim.Optimizer) and not any(
+                    inner is known or inner.state is known.state for known in family
+                ):
+                    family.append(inner)
+    return family[1:]
 
 
 def prime(
@@ -106,29 +123,29 @@ def prime(
         and state_of(optimizer, parameter) is None
         and (only is None or id(parameter) in only)
     ]
-    options = [dict(group) for group in optimizer.param_groups]
-    attributes = dict(vars(optimizer))
+    inside = wrapped_by(optimizer)
+    held = [dict(one.state) for one in inside]
     devices = {p.device.index or 0 for p, _ in todo if p.is_cuda}
     try:
         # Why a separate generator: a step may round at random.
-        with (
-            _without_gradients(optimizer),
-            _without_hooks(optimizer),
-            torch.random.fork_rng(devices=devices),
-        ):
+        with ExitStack() as stack, torch.random.fork_rng(devices=devices):
+            stack.enter_context(_without_gradients(optimizer))
+            for one in (optimizer, *inside):
+                stack.enter_context(_with_options_kept(one))
+                stack.enter_context(_without_hooks(one))
+            for one in inside:
+                # Why: its step would change the state that is there.
+                one.state.clear()
             for some in _batches(todo):
                 _prime(optimizer, some)
     except BaseException:
-        for parameter, _ in todo:
-            optimizer.state.pop(parameter, None)
+        for one in (optimizer, *inside):
+            for parameter, _ in todo:
+                one.state.pop(parameter, None)
         raise
     finally:
-        # Why: some optimizers count steps in the options of a group, or in attributes.
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        for group, before in zip(optimizer.param_groups, options, strict=True):
-            group.clear()
-            group.update(before)
+        for one, before in zip(inside, held, strict=True):
+            one.state.update(before)
     _sync()
     return [parameter for parameter, _ in todo if state_of(optimizer, parameter) is not None]
 
@@ -154,9 +171,12 @@ def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any
             for (parameter, _), value in zip(some, kept, strict=True):
                 parameter.grad = None
                 parameter.detach().copy_(value)
-        for parameter, group in some:
-            if parameter in optimizer.state:
-                _to_beginning(optimizer, parameter, group)
+        primed_ids = {id(parameter) for parameter, _ in some}
+        for one in (optimizer, *wrapped_by(optimizer)):
+            for group in one.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in primed_ids and parameter in one.state:
+                        _to_beginning(one, parameter, group)
     _sync()
 
 
@@ -203,6 +223,21 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+@contextmanager
+def _with_options_kept(optimizer: Any) -> Iterator[None]:
+    """Restores options and attributes after the block, as some optimizers count steps in these."""
+    options = [dict(group) for group in optimizer.param_groups]
+    attributes = dict(vars(optimizer))
+    try:
+        yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
 
 
 @contextmanager

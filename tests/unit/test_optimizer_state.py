@@ -24,6 +24,7 @@ from ray_dcp import saving
 from ray_dcp.errors import CoverageError, MissingKeyError, ShapeMismatchError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
+from ray_dcp.xla import prime_optimizer
 from tests.support.adapter import OwnLookup
 from tests.support.threads import run_as_ranks
 
@@ -927,3 +928,96 @@ def test_strict_counts_what_any_rank_asks_for(tmp_path: Path):
     for error in run_as_ranks(lambda rank: load_one(rank, "aa"), 2):
         assert isinstance(error, StateDictError)
         assert "'b'" in str(error)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and keeps slow parameters of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = [self.state.get(p, {}) for group in self.param_groups for p in group["params"]]
+        return {"inner": self.inner.state_dict(), "slow": dict(enumerate(slow))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.param_groups = self.inner.param_groups
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state.clear()
+        for number, slow in state_dict["slow"].items():
+            if slow:
+                self.state[parameters[int(number)]] = dict(slow)
+
+
+def wrapped(steps: int) -> State:
+    state = made(lambda model: Lookahead(adamw(model)))
+    step(state, steps)
+    return state
+
+
+def held_inside(state: State) -> Any:
+    return shown(state["o"].state_dict()), shown(list(state["m"].parameters()))
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("keys", [("m", "o"), ("o",)])
+def test_an_optimizer_that_wraps_another_is_loaded_at_any_step(
+    saved: int, steps: int, keys: tuple[str, ...], tmp_path: Path
+):
+    state, other = wrapped(saved), wrapped(steps)
+    save({key: state[key] for key in keys}, tmp_path / "c")
+    load({key: other[key] for key in keys}, tmp_path / "c")
+    assert shown(other["o"].state_dict()) == shown(state["o"].state_dict())
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_priming_leaves_the_state_of_an_optimizer_inside(steps: int, tmp_path: Path):
+    state = wrapped(steps)
+    before = held_inside(state)
+    ray_dcp.warm_up(state, no_dist=True).result(180)
+    assert held_inside(state) == before
+    save({"o": {"other": 1}}, tmp_path / "c")
+    with pytest.raises(ray_dcp.CheckpointError):
+        load(state, tmp_path / "c")
+    assert held_inside(state) == before
+
+
+def test_a_primed_optimizer_inside_is_at_step_0():
+    state = wrapped(0)
+    inner = prime_optimizer(state["o"]).inner
+    expected = prime_optimizer(adamw(state["m"]))
+    assert shown(inner.state_dict()["state"]) == shown(expected.state_dict()["state"])
+
+
+def test_as_many_state_dicts_are_made_whatever_a_rank_lacks(tmp_path: Path):
+    class Counts(torch.optim.AdamW):
+        num_calls = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.num_calls += 1  # a collective, say
+            return super().state_dict()
+
+    def counting() -> State:
+        return made(lambda model: Counts(model.parameters()))
+
+    state = counting()
+    save(state, tmp_path / "0")
+    step(state)
+    save(state, tmp_path / "1")
+    others = [counting(), counting()]
+    for number, other in enumerate(others):
+        load(other, tmp_path / str(number))
+    assert others[0]["o"].num_calls == others[1]["o"].num_calls
