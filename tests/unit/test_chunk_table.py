@@ -382,6 +382,16 @@ def test_a_damaged_group_is_told_by_who_needs_it(saved):
         read_checkpoint(saved)
 
 
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_a_data_file_that_is_gone_is_damage_and_named(tmp_path, verify):
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path, no_dist=True)
+    (gone,) = tmp_path.glob("*.distcp")
+    gone.unlink()
+    options = ray_dcp.LoadOptions(verify=verify)
+    with pytest.raises(DamagedCheckpointError, match=rf"{gone.name}.*no such file"):
+        ray_dcp.load({"w": torch.zeros(9)}, checkpoint_id=tmp_path, no_dist=True, options=options)
+
+
 @pytest.mark.parametrize("harm", ["end", "short", "long", "missing", "cut later"])
 def test_a_damaged_end_is_told_by_everybody(saved, harm):
     manifest = newest_record(saved).manifest

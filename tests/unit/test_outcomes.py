@@ -26,6 +26,7 @@ from ray_dcp.commit_protocol.commands import (
     ReadRecord,
     RecordsRead,
     SlotFree,
+    SlotTaken,
     WriteTable,
 )
 from ray_dcp.commit_protocol.coordination import Coordination
@@ -50,7 +51,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
     StorageError,
 )
-from ray_dcp.format.manifest import decode_record, encode_record, record_key
+from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, record_key
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive
@@ -430,6 +431,17 @@ def test_of_two_jobs_that_save_at_once_the_later_record_stands_and_loads_whole(p
     assert loads_whole(place.url, STATES) == 1
 
 
+def test_a_record_that_is_there_before_is_not_replaced(place):
+    save_without(place, OLD)
+    theirs = place.read(record_key(1))
+    record = encode_record(AbortRecord(attempt=new_attempt(), reason="late", rank=0))
+    task = CreateRecord(Target(place.url), 1, record, create_if_absent=False)
+    found = perform(task, opener=opener(place))
+    assert isinstance(found, SlotTaken)
+    assert found.attempt == decode_record(theirs).attempt
+    assert found.record == place.read(record_key(1)) == theirs
+
+
 def test_a_job_that_finds_another_record_after_its_own_lost(place):
     started = []
 
@@ -506,8 +518,10 @@ def test_a_rename_that_does_nothing_fails_the_save_and_the_previous_one_stands(
         ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=hdfs, no_dist=True)
     monkeypatch.setattr(HdfsRename, "refused", refused)
     kind = CommitUnknownError if refused == "manifest-" else StorageError
-    with pytest.raises(kind, match="did not rename"):
+    with pytest.raises(kind, match="did not rename") as caught:
         ray_dcp.save({"w": torch.zeros(4)}, checkpoint_id=hdfs, no_dist=True)
+    # The error of the coordinator itself, and not one around it.
+    assert str(caught.value).count("ray_dcp.outcome(") == (kind is CommitUnknownError)
     assert ray_dcp.read_state_dict(hdfs)["w"].tolist() == [1.0] * 4
 
 
