@@ -78,8 +78,8 @@ Failure = tuple[BaseException, traceback.StackSummary]
 def failure_of(error: BaseException) -> Failure:
     """Returns an error and its stack, as a pair that can be pickled.
 
-    An exception that can't be pickled and unpickled is replaced by a `CheckpointError` with its
-    class and message. *Why*: other ranks must not wait for an error that can't be sent.
+    An exception that can't be pickled and unpickled, or shown, is replaced by a `CheckpointError`
+    with its class and message. *Why*: other ranks must not wait for an error that can't be sent.
 
     Args:
         error: The exception that this rank raised.
@@ -92,12 +92,26 @@ def failure_of(error: BaseException) -> Failure:
         ]
     )
     try:
+        str(error)
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error, stack
     except Exception:  # noqa: BLE001, S110 - whatever user classes raise in __reduce__ or __init__
         pass
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return CheckpointError(f"{kind} (which can't be pickled): {error}"), stack
+    return CheckpointError(f"{kind} (which can't be pickled): {message_of(error)}"), stack
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the message of an exception, also if its class can't give it.
+
+    Examples:
+        >>> message_of(ValueError("no such layer"))
+        'no such layer'
+    """
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever user classes raise in __str__
+        return "<exception str() failed>"  # as `traceback` writes it
 
 
 def located(

@@ -23,6 +23,7 @@ from ray_dcp.commit_protocol.error_aggregation import (
     exchanged,
     failure_of,
     located,
+    message_of,
     reply_error,
 )
 from ray_dcp.commit_protocol.messages import (
@@ -161,7 +162,8 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
         if placed.rank is None:
             placed.rank = rank
     else:
-        placed = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
+        what = f"{type(error).__name__}: {message_of(error)}"
+        placed = CheckpointError(f"{doing} failed: {what}", rank=rank)
         placed.__cause__ = error
     known = {rank: failure, **({} if placed._failures is None else placed.failures)}
     # Why a note: the traceback is lost when the error is pickled to another process.

@@ -394,6 +394,23 @@ def test_an_error_that_no_message_can_hold_is_reported_by_name(tmp_path: Path, e
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+class Unshown(Exception):
+    """An error without a message."""
+
+    def __str__(self) -> str:
+        raise KeyError("code")
+
+
+@pytest.mark.parametrize("planner", [None, OwnPlanner], ids=["native", "planner hooks"])
+def test_an_error_that_shows_no_message_is_reported_by_name(tmp_path: Path, planner):
+    state = {"x": Raises(Unshown())}
+    with pytest.raises(ray_dcp.CheckpointError, match=r"Unshown: <exception str\(\) failed>"):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner() if planner else None)
+    ray_dcp.save({"x": 1}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(ray_dcp.CheckpointError, match=r"Unshown: <exception str\(\) failed>"):
+        ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+
+
 STATE = {"m": {"w": torch.ones(2, 3).bfloat16(), "s": torch.tensor(1)}, "x": [1, 2]}
 
 
