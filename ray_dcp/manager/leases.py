@@ -460,6 +460,9 @@ class ReaderLease:
                 self._root.shared.delete([self._key])
 
     def _beat(self, number: int) -> bool:
+        # Why: after an interrupt nobody may know this thread, which would write the lease again.
+        if self._holder.nonce not in _reading:
+            return False
         self._root.shared.write(self._key, self._holder.encode(number))
         return True
 

@@ -303,16 +303,21 @@ def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, whe
     manager = manager_of(tmp_path)
     manager.save(1, state(1))
     write, renewed = LocalStorage.write, leases.renewed
+    begun: list[Callable[[int], bool]] = []
 
     def write_and_stop(storage, key, *given, **more):
         write(storage, key, *given, **more)
         if key.startswith("reading/"):
             interrupt()
 
+    def renewed_and_stop(beat: Callable[[int], bool], _every_s: float) -> None:
+        begun.append(beat)
+        interrupt()
+
     if when == "write":
         monkeypatch.setattr(LocalStorage, "write", write_and_stop)
     elif when == "beat":
-        monkeypatch.setattr(leases, "renewed", interrupt)
+        monkeypatch.setattr(leases, "renewed", renewed_and_stop)
     else:
         monkeypatch.setattr(leases, "renewed", lambda *given: renewed(*given) and interrupt)
     if when == "twice":
@@ -320,6 +325,7 @@ def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, whe
     with pytest.raises(KeyboardInterrupt), manager.reading(1):
         pass
     monkeypatch.undo()
+    assert not any(beat(1) for beat in begun), "the thread began, and nobody can stop it"
     left = list(Path(tmp_path, FOLDER).glob("reading/*"))
     assert len(left) == (when == "twice")
     manager.delete(1)  # What is left protects nothing in its own process.
