@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_dcp.errors import InvalidRequestError, StateDictError
-from ray_dcp.options import check_whole
+from ray_dcp.options import check_whole, plain_integer, set_checked
 from ray_dcp.torch_adapter.state import PerRank
 
 __all__ = ["ElasticBatchSampler", "ElasticStream", "LoaderPosition", "RowsSeen"]
@@ -76,8 +76,12 @@ class SampleOrder:
     )
 
     def __post_init__(self) -> None:
-        check_whole(self.num_samples, "num_samples", 1)
-        if check_whole(self.seed, "seed") >= MAX_SEED:
+        set_checked(
+            self,
+            num_samples=check_whole(self.num_samples, "num_samples", 1),
+            seed=check_whole(self.seed, "seed"),
+        )
+        if self.seed >= MAX_SEED:
             raise InvalidRequestError(f"seed must be below 2**64, but is {self.seed!r}", key="seed")
 
     def samples(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -192,9 +196,8 @@ class ElasticBatchSampler:
         last: Last = "wrap",
     ) -> None:
         self._order = SampleOrder(num_samples, seed, shuffle)
-        check_rank(rank, world_size)
-        self._rank, self._world_size = rank, world_size
-        self._step = _step(global_batch_size, batch_size, world_size)
+        self._rank, self._world_size = check_rank(rank, world_size)
+        self._step = _step(global_batch_size, batch_size, self._world_size)
         if last not in get_args(Last):
             raise InvalidRequestError(
                 f"last must be one of {', '.join(map(repr, get_args(Last)))}, but is {last!r}",
@@ -353,14 +356,20 @@ class ElasticBatchSampler:
             place = after
 
 
-def check_rank(rank: Any, world_size: Any) -> None:
-    """Raises `InvalidRequestError` unless `0 <= rank < world_size`."""
+def check_rank(rank: Any, world_size: Any) -> tuple[int, int]:
+    """Returns both numbers as Python's after checking that `0 <= rank < world_size`.
+
+    Raises:
+        InvalidRequestError: They are not such numbers.
+    """
+    rank, world_size = plain_integer(rank), plain_integer(world_size)
     if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
         raise InvalidRequestError(
             f"rank must be a whole number from 0 and below world_size, but they are {rank!r} and "
             f"{world_size!r}",
             key="rank",
         )
+    return rank, world_size
 
 
 def _step(together: Any, each: Any, world_size: int) -> int:
@@ -452,9 +461,9 @@ class ElasticStream(IterableDataset[Any]):
             raise InvalidRequestError(
                 f"read must be a function of a source and a number, but is {read!r}", key="read"
             )
-        check_rank(rank, world_size)
+        self._rank, self._world_size = check_rank(rank, world_size)
         self._order = SampleOrder(len(self._sources), seed, shuffle)
-        self._read, self._rank, self._world_size = read, rank, world_size
+        self._read = read
         self.epoch = 0
         self._before: dict[str, int] = {}
         self._own: dict[str, int] = {}
@@ -466,7 +475,7 @@ class ElasticStream(IterableDataset[Any]):
         Raises:
             InvalidRequestError: `epoch` is not a valid number.
         """
-        check_whole(epoch, "epoch")
+        epoch = check_whole(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._before, self._own, self._ended = epoch, {}, {}, False
 
@@ -785,7 +794,7 @@ class RowsSeen:
         Raises:
             InvalidRequestError: `epoch` is not a valid number.
         """
-        check_whole(epoch, "epoch")
+        epoch = check_whole(epoch, "epoch")
         if epoch != self.epoch:
             self._restart(epoch)
 

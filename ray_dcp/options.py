@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
 from ray_dcp.errors import InvalidRequestError
@@ -53,7 +54,7 @@ def plain_integer(value: Any) -> Any:
 
 
 def check_whole(value: object, name: str, least: int = 0) -> int:
-    """Returns a number after checking that it is an integer.
+    """Returns a number as Python's after checking that it is an integer of any class.
 
     Args:
         value: The argument that the user passed.
@@ -67,16 +68,17 @@ def check_whole(value: object, name: str, least: int = 0) -> int:
         >>> check_whole(3, "EverySteps.interval", 1)
         3
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    found = plain_integer(value)
+    if isinstance(found, bool) or not isinstance(found, int) or found < least:
         raise InvalidRequestError(
             f"{name} must be a whole number from {least}, but is {value!r}",
             key=name.rpartition(".")[2],
         )
-    return value
+    return found
 
 
 def check_above_0(value: object, name: str, *, or_0: bool = False) -> float:
-    """Returns a number after checking that it is finite and above 0.
+    """Returns a number as Python's after checking that it is finite and above 0.
 
     Args:
         value: The argument that the user passed.
@@ -117,11 +119,18 @@ def check_wait(value: object, name: str) -> float | None:
             f"{name} must be a number of seconds, or None to wait for ever, but is {value!r}",
             key=name.rpartition(".")[2],
         )
-    return min(max(0.0, value), LONGEST_S)
+    return min(max(0.0, float(value)), LONGEST_S)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # Why Real: numpy's numbers are of that class.
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def set_checked(owner: object, **checked: object) -> None:
+    """Sets fields of a frozen dataclass to their checked values, in its `__post_init__`."""
+    for name, value in checked.items():
+        object.__setattr__(owner, name, value)
 
 
 __all__ = ["DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
@@ -326,7 +335,7 @@ def _check_choices(options: LoadOptions) -> None:
 
 def dims_of(dims: int | Sequence[int]) -> tuple[Any, ...]:
     """Returns the dimensions of an entry of `LoadOptions.resize`."""
-    return tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
+    return tuple(map(plain_integer, dims if isinstance(dims, (list, tuple)) else (dims,)))
 
 
 def _is_key_map(key_map: object) -> bool:
@@ -355,9 +364,10 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
         elif hint == ShareReads and not isinstance(value, bool) and value != "auto":
             expected = "True or False or 'auto'"
         elif hint is int:
-            check_whole(value, f"{cls.__name__}.{name}", 0 if name == "keep_in_memory" else 1)
+            least = 0 if name == "keep_in_memory" else 1
+            set_checked(options, **{name: check_whole(value, f"{cls.__name__}.{name}", least)})
         elif hint is float:
-            check_above_0(value, f"{cls.__name__}.{name}")
+            set_checked(options, **{name: check_above_0(value, f"{cls.__name__}.{name}")})
         if expected is not None:
             raise InvalidRequestError(
                 f"{cls.__name__}.{name} must be {expected}, but is {value!r}", key=name

@@ -559,8 +559,8 @@ def checkpointer(
                     ckpt.save(step, state, metrics={"loss": loss})
         ```
     """
-    save_interval = check_whole(plain_integer(save_interval), "save_interval", 1)
-    check_whole(check_preemption_every, "check_preemption_every")
+    save_interval = check_whole(save_interval, "save_interval", 1)
+    check_preemption_every = check_whole(check_preemption_every, "check_preemption_every")
     if on_error not in get_args(OnError):
         raise InvalidRequestError(
             f"on_error must be 'warn' or 'raise', but is {on_error!r}", key="on_error"

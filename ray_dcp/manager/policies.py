@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.options import check_above_0, check_whole, plain_integer
+from ray_dcp.options import check_above_0, check_whole, set_checked
 
 MOST_PROBED = 1_000_000
 """Largest number of steps that are tried to find out whether a policy is ever due."""
@@ -145,8 +145,7 @@ class EverySteps(_SavePolicy):
     only_steps = True
 
     def __post_init__(self) -> None:
-        interval = check_whole(plain_integer(self.interval), "EverySteps.interval", 1)
-        object.__setattr__(self, "interval", interval)
+        set_checked(self, interval=check_whole(self.interval, "EverySteps.interval", 1))
 
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
@@ -170,7 +169,7 @@ class EveryMinutes(_SavePolicy):
     only_steps = False
 
     def __post_init__(self) -> None:
-        check_above_0(self.minutes, "EveryMinutes.minutes")
+        set_checked(self, minutes=check_above_0(self.minutes, "EveryMinutes.minutes"))
 
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
@@ -225,8 +224,8 @@ class EveryOptimal(_SavePolicy):
 
     def __post_init__(self) -> None:
         for name in ("mtbf_hours", "least_s", "most_s"):
-            if getattr(self, name) is not None:
-                check_above_0(getattr(self, name), f"EveryOptimal.{name}")
+            if (value := getattr(self, name)) is not None:
+                set_checked(self, **{name: check_above_0(value, f"EveryOptimal.{name}")})
         if (self.least_s or 0.0) > (self.most_s or math.inf):
             raise InvalidRequestError(
                 f"EveryOptimal.least_s must be at most most_s, {self.most_s:g}, but is "
@@ -359,7 +358,7 @@ class AtSteps(_SavePolicy):
     def __init__(self, *steps: int) -> None:
         if not steps:
             raise InvalidRequestError("AtSteps needs at least one step, as AtSteps(1, 10, 100)")
-        self.steps = frozenset(check_whole(plain_integer(step), "AtSteps.steps") for step in steps)
+        self.steps = frozenset(check_whole(step, "AtSteps.steps") for step in steps)
 
     def __repr__(self) -> str:
         return f"AtSteps({', '.join(map(str, sorted(self.steps)))})"
@@ -558,7 +557,7 @@ class LatestN(_RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        check_whole(self.n, "LatestN.n", 1)
+        set_checked(self, n=check_whole(self.n, "LatestN.n", 1))
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
@@ -590,7 +589,7 @@ class BestN(_RetentionPolicy):
     not give it. Steps are kept until they have it."""
 
     def __post_init__(self) -> None:
-        check_whole(self.n, "BestN.n", 1)
+        set_checked(self, n=check_whole(self.n, "BestN.n", 1))
         if not isinstance(self.metric, str) or not self.metric:
             raise InvalidRequestError(
                 f"BestN.metric must be the name of a metric, but is {self.metric!r}", key="metric"
@@ -622,8 +621,7 @@ class KeepEverySteps(_RetentionPolicy):
     interval: int
 
     def __post_init__(self) -> None:
-        interval = check_whole(plain_integer(self.interval), "KeepEverySteps.interval", 1)
-        object.__setattr__(self, "interval", interval)
+        set_checked(self, interval=check_whole(self.interval, "KeepEverySteps.interval", 1))
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
@@ -646,7 +644,7 @@ class KeepEveryHours(_RetentionPolicy):
     hours: float
 
     def __post_init__(self) -> None:
-        check_above_0(self.hours, "KeepEveryHours.hours")
+        set_checked(self, hours=check_above_0(self.hours, "KeepEveryHours.hours"))
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""

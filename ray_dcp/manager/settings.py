@@ -23,7 +23,7 @@ from ray_dcp.manager.policies import (
     check_save_policy,
     listens_for_preemption,
 )
-from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole, plain_integer
+from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole, set_checked
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 T = TypeVar("T")
@@ -105,8 +105,11 @@ class Settings:
     lease_s: float = LEASE_S
 
     def __post_init__(self) -> None:
-        check_whole(self.sync_every, "sync_every", 1)
-        check_above_0(self.lease_s, "lease_s")
+        set_checked(
+            self,
+            sync_every=check_whole(self.sync_every, "sync_every", 1),
+            lease_s=check_above_0(self.lease_s, "lease_s"),
+        )
         if self.order not in get_args(Order):
             raise InvalidRequestError(
                 f"order must be one of {', '.join(map(repr, get_args(Order)))}, but is "
@@ -159,7 +162,7 @@ def save_policy_of(
             key="chkpt_on_preemption",
         )
     if interval is not None:
-        interval = check_whole(plain_integer(interval), "save_interval", 1)
+        interval = check_whole(interval, "save_interval", 1)
     chosen = EverySteps(interval or 1) if policy is None else check_save_policy(policy)
     return AnyOf(chosen, OnPreemption()) if preemption else chosen
 
@@ -174,7 +177,7 @@ def retention_of(max_to_keep: int, retention: RetentionPolicy | None) -> Retenti
     Raises:
         InvalidRequestError: An argument is invalid, or both are given.
     """
-    check_whole(max_to_keep, "max_to_keep")
+    max_to_keep = check_whole(max_to_keep, "max_to_keep")
     if max_to_keep and retention is not None:
         raise InvalidRequestError(
             f"max_to_keep={max_to_keep} and retention= both decide what to keep; write "
@@ -200,8 +203,8 @@ def items_of(
     Raises:
         InvalidRequestError: An argument is invalid, or both `items` and `item` are given.
     """
-    check_whole(max_pending, "max_pending_async", 1)
-    check_whole(num_threads, "num_of_threads", 1)
+    max_pending = check_whole(max_pending, "max_pending_async", 1)
+    num_threads = check_whole(num_threads, "num_of_threads", 1)
     if items is not None and item is not None:
         raise InvalidRequestError(
             "give item= for steps of one state, or items= for steps of several, not both",

@@ -29,7 +29,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.options import check_above_0
+from ray_dcp.options import check_above_0, plain_integer
 from ray_dcp.runtime.rank_save import result_or_error
 from ray_dcp.runtime.session import (
     JOB_KEY,
@@ -96,6 +96,7 @@ def connect(
             open session from another `connect`.
         ParticipantError: The cluster can't be reached, or a rank did not come.
     """
+    rank, world_size = plain_integer(rank), plain_integer(world_size)
     check_connect(address, rank, world_size, name, timeout_s)
     check_above_0(lease_s, "lease_s")
     from ray_dcp.runtime.ray_session import RaySession, attach_named

@@ -26,7 +26,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.options import check_above_0
+from ray_dcp.options import check_above_0, check_whole, set_checked
 from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.ray_session import attach_named
 from ray_dcp.runtime.session import sessions
@@ -167,9 +167,10 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_cpus", "num_gpus"):
-            check_above_0(getattr(self, name), f"WorkerGroup.{name}", or_0=True)
+            value = check_above_0(getattr(self, name), f"WorkerGroup.{name}", or_0=True)
+            set_checked(self, **{name: value})
         for name in ("start_timeout_s", "collective_timeout_s", "release_s"):
-            check_above_0(getattr(self, name), f"WorkerGroup.{name}")
+            set_checked(self, **{name: check_above_0(getattr(self, name), f"WorkerGroup.{name}")})
         if self.run_timeout_s is not None:
             check_above_0(self.run_timeout_s, "WorkerGroup.run_timeout_s")
         for name in ("resources", "env_vars"):
@@ -265,7 +266,7 @@ class WorkerGroup:
     """
 
     def __init__(self, world_size: int, *, name: str | None = None, **options: Any) -> None:
-        _check_world_size(world_size)
+        world_size = check_whole(world_size, "world_size", 1)
         unknown = [name for name in options if name not in WorkerOptions.__dataclass_fields__]
         if unknown:
             raise InvalidRequestError(
@@ -384,7 +385,7 @@ class WorkerGroup:
             InvalidRequestError: The number is invalid, or the group was shut down.
             ParticipantError: A rank could not start.
         """
-        _check_world_size(world_size)
+        world_size = check_whole(world_size, "world_size", 1)
         self._check_open()
         self._regroup(world_size)
 
@@ -616,14 +617,6 @@ def _kill_all(ranks: list[Any]) -> None:
 
 def _sendable(path: AnyPlace) -> AnyPlace:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
-
-
-def _check_world_size(world_size: int) -> None:
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise InvalidRequestError(
-            f"Expected world_size to be a whole number of at least 1, but found {world_size!r}",
-            key="world_size",
-        )
 
 
 def _check_callable(what: str, value: Any, *, optional: bool = False) -> None:

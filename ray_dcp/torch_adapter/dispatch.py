@@ -32,7 +32,7 @@ except ModuleNotFoundError:  # torch before 2.15; later ones deprecate it
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.events import contained
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import LoadOptions, SaveOptions, check_whole
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 from ray_dcp.torch_adapter.foreign import TorchSaveReader
@@ -359,17 +359,8 @@ def _writer_options(writer: Any) -> dict[str, object]:
     if not writer.overwrite:
         options["overwrite"] = False
     if writer.thread_count != 1:
-        options["num_threads"] = _threads(writer.thread_count)
+        options["num_threads"] = check_whole(writer.thread_count, "thread_count", 1)
     return options
-
-
-def _threads(thread_count: object) -> int:
-    if isinstance(thread_count, bool) or not isinstance(thread_count, int) or thread_count < 1:
-        raise InvalidRequestError(
-            f"thread_count must be a whole number above 0, but is {thread_count!r}",
-            key="thread_count",
-        )
-    return thread_count
 
 
 # --- planners -----------------------------------------------------------------------------------

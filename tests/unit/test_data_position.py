@@ -126,6 +126,17 @@ def read(source, start):
     return SOURCES[source][start:]
 
 
+def test_numbers_of_a_sampler_may_be_numpys():
+    numbers = {"rank": 1, "world_size": 2, "global_batch_size": 6, "seed": 3}
+    plain = ElasticBatchSampler(24, **numbers)
+    numpys = ElasticBatchSampler(np.int64(24), **{n: np.int64(v) for n, v in numbers.items()})
+    assert "np." not in repr(numpys.state_dict())
+    assert [*numpys] == [*plain]
+    stream = ElasticStream(list(SOURCES), read, rank=np.int64(0), world_size=np.int64(1))
+    stream.set_epoch(np.int64(2))
+    assert type(stream.epoch) is int
+
+
 def loader_of(rank, world_size, workers=0, **more):
     stream = ElasticStream(list(SOURCES), read, rank=rank, world_size=world_size)
     loader = StatefulDataLoader(stream, batch_size=2, num_workers=workers, **more)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
@@ -222,6 +223,25 @@ def test_a_flag_and_a_number_are_checked(cls: type, name: str, hint: type):
             cls(**{name: other})
     good = {bool: False, int: 2, float: 1e8}[hint]
     assert getattr(cls(**{name: good}), name) == good
+
+
+@pytest.mark.parametrize(("cls", "name", "hint"), [one for one in FIELDS if one[2] in (int, float)])
+@pytest.mark.parametrize("given", [np.int64(3), np.uint8(3), np.float32(3)])
+def test_a_number_of_numpy_becomes_pythons(cls: type, name: str, hint: type, given: Any):
+    if hint is int and isinstance(given, np.floating):
+        with pytest.raises(InvalidRequestError, match="a whole number from"):
+            cls(**{name: given})
+        return
+    found = getattr(cls(**{name: given}), name)
+    assert (type(found), found) == (hint, 3)
+
+
+def test_a_dimension_of_numpy_may_be_resized(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"w": torch.zeros(3)}
+    options = LoadOptions(resize={"w": [np.int64(0)]})
+    ray_dcp.load(state, checkpoint_id=tmp_path, no_dist=True, options=options)
+    assert state["w"].tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,10 @@ from ray_dcp.manager import (
     BestN,
     CheckpointManager,
     EveryMinutes,
+    EveryOptimal,
     EverySteps,
     Item,
+    KeepEveryHours,
     KeepEverySteps,
     LatestN,
     OnPreemption,
@@ -169,6 +171,27 @@ def test_what_is_no_step_changes_none(manage, step):
         with pytest.raises(errors.InvalidRequestError, match="must be a whole number"):
             call(step)
     assert manager.all_steps() == [1, 20, 30]
+
+
+def test_settings_may_be_numbers_of_numpy(manage):
+    manager = manage(
+        np.int64(1),
+        max_to_keep=np.int64(2),
+        max_pending_async=np.int64(2),
+        num_of_threads=np.int64(2),
+        sync_every=np.int64(1),
+        lease_s=np.float32(30),
+    )
+    for step in range(4):
+        manager.save_async(step, state(step))
+    manager.join()
+    assert manager.all_steps() == [2, 3]
+    policies = (
+        LatestN(np.int64(3)), BestN(np.uint8(3), "loss"), KeepEverySteps(np.int32(3)),
+        KeepEveryHours(np.float32(3)), EveryMinutes(np.int64(3)), EverySteps(np.int64(3)),
+        EveryOptimal(least_s=np.int64(3)),
+    )  # fmt: skip
+    assert "np." not in repr(policies)
 
 
 def test_steps_of_numpy_are_found(manage):
