@@ -18,7 +18,9 @@ import obstore
 import obstore.store
 import pytest
 import torch
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 from obstore.exceptions import AlreadyExistsError, GenericError
@@ -456,9 +458,11 @@ class Unlisted(MemoryFileSystem):
         return super().ls(path, detail, **more)
 
 
-def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one():
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one(is_wrapped: bool):
     filesystem = Unlisted()
-    place = Location("/run", filesystem=filesystem)
+    wrapped = AsyncFileSystemWrapper(filesystem, asynchronous=False) if is_wrapped else filesystem
+    place = Location(f"/run-{is_wrapped}", filesystem=wrapped)
     with ray_dcp.CheckpointManager(place, 1, max_to_keep=1) as manager:
         manager.save(1, {"w": torch.ones(2)}, tags=["kept"])
         filesystem.folder = "/tags"
@@ -468,10 +472,18 @@ def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one():
         manager.save(3, {"w": torch.ones(2)})
         manager.join()
         assert manager.all_steps() == [1, 3]
-    for folder in ("/run", "/run/step-00000003"):
+    for folder in (place.url, f"{place.url}/step-00000003"):
         filesystem.folder = folder
         with pytest.raises(StorageError, match="the server does not answer"):
             ray_dcp.load_newest({"w": torch.zeros(2)}, place)
+
+
+def test_an_asynchronous_wrapper_of_the_local_filesystem_is_the_local_filesystem(tmp_path: Path):
+    wrapped = AsyncFileSystemWrapper(LocalFileSystem(), asynchronous=False)
+    place = Location(f"{tmp_path}/a", filesystem=wrapped)
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=place)
+    assert open_storage(place).traits == LocalStorage(f"{tmp_path}").traits
+    assert open_storage(place).traits.durable
 
 
 class GoneError(OSError):
