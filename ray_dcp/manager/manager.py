@@ -52,6 +52,7 @@ from ray_dcp.manager.settings import (
 )
 from ray_dcp.manager.step_export import StepExport, StepExporter
 from ray_dcp.options import LoadOptions, plain_integer
+from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import session_for
 from ray_dcp.view.progress import ShowProgress
@@ -302,7 +303,8 @@ class CheckpointManager:
     ) -> Iterator[int]:
         """Yields the newest step whenever there is a new one, for evaluation beside the training.
 
-        The step is not deleted while the body of the loop runs.
+        The step is not deleted while the body of the loop runs. After a `rewind`, the steps that
+        are saved from then on are new, those with earlier numbers included.
 
         Args:
             newer_than: Yield only later steps than this one.
@@ -313,19 +315,21 @@ class CheckpointManager:
             A committed step.
 
         Raises:
+            InvalidRequestError: `newer_than` is no integer.
             StorageError: The storage can't be read.
         """
-        last = -1 if newer_than is None else newer_than
+        wanted, seen = StepRange(newer_than=newer_than), set[tuple[int, str]]()
         since_s = time.monotonic()
         while not self._closed:
-            newest = self.latest_step()
-            if newest is not None and newest > last:
+            steps = [(one.step, one.attempt) for one in [*self._writer.look().steps.values()]]
+            if steps and steps[-1][0] in wanted and steps[-1] not in seen:
                 try:
-                    with self.reading(newest):
-                        last = newest
-                        yield newest
+                    with self.reading(steps[-1][0]):
+                        # Why all: after a rewind, only steps that are saved from then on are new.
+                        seen.update(steps)
+                        yield steps[-1][0]
                 except CheckpointNotFoundError:
-                    continue  # It was deleted after the scan, so that there is a newer one.
+                    continue  # It was deleted after the scan.
                 since_s = time.monotonic()
                 continue
             if timeout_s is not None and time.monotonic() - since_s >= timeout_s:

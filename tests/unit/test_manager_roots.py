@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,6 +292,30 @@ def test_follow_gives_each_new_newest_step_and_keeps_it_meanwhile(tmp_path):
     assert list(reader.follow(newer_than=3, timeout_s=0.0, poll_s=0.0)) == []
     assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
     manager.close()
+
+
+def test_follow_gives_the_steps_that_are_saved_after_a_rewind(tmp_path):
+    manager = manager_of(tmp_path)
+    reader = CheckpointManager(tmp_path, read_only=True)
+
+    def train() -> Iterator[None]:
+        for step in (2, 4, 6):
+            manager.save(step, state(step))
+        yield
+        manager.rewind(4)
+        yield  # Step 4 is the newest again, but not new.
+        for step in (5, 6):
+            manager.save(step, state(step))
+            yield
+
+    training = train()
+    reader._wait = lambda _seconds: next(training)
+    followed = reader.follow(poll_s=0.0, timeout_s=60.0)
+    assert [next(followed) for _ in range(3)] == [6, 5, 6]
+    followed.close()
+    manager.close()
+    with pytest.raises(errors.InvalidRequestError, match="newer_than must be a step"):
+        next(reader.follow(newer_than="4"))
 
 
 def interrupt(*_: object) -> None:
