@@ -7,6 +7,7 @@ its end, however it comes, does not touch the run. A reader lease protects the s
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import pickle
@@ -40,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
 """Of the formats that are one file."""
-_WORK = ".ray-dcp-export"
-"""Folder of the export that is being made, beside the finished ones."""
+_WORK = ".ray-dcp-export-"
+"""Begin of the name of the folder of the export that is being made, beside the finished ones."""
 _NICE = 10
 _MOST_TOLD = 2000
 """Characters of what a failed process printed that are logged."""
@@ -62,7 +63,8 @@ class StepExport:
 
     path: str | os.PathLike[str]
     """Folder for the exports, on a filesystem of the node of rank 0. Each step gets a folder or
-    file in it, with the name of the step's folder."""
+    file in it, with the name of the step's folder. Give each run a folder of its own: of steps of
+    the same name, the last export stays."""
     policy: SavePolicy
     """Which of the saved steps are exported: `EverySteps(1000)`, `AtSteps(...)`, or both combined;
     the step alone must decide."""
@@ -150,6 +152,9 @@ class StepExporter:
         self._settings = settings
         self._chosen = chosen
         self._folder = Path(chosen.path).absolute()
+        # Why the run in its name: another run may export to the same folder.
+        run = hashlib.sha256(root.url.encode()).hexdigest()[:12]
+        self._work = self._folder / f"{_WORK}{run}"
         self._background = Background("ray_dcp export")
         self._is_first = True
 
@@ -220,6 +225,7 @@ class StepExporter:
             _export_step,
             place,
             target,
+            self._work,
             format=chosen.format,
             include=tuple(chosen.include),
             dtype=chosen.dtype,
@@ -248,9 +254,8 @@ class StepExporter:
         return reason or f"its process ended with status {process.returncode}"
 
 
-def _export_step(place: Target, target: Path, **how: Any) -> None:
+def _export_step(place: Target, target: Path, work: Path, **how: Any) -> None:
     """Exports a checkpoint, and puts the result where an earlier one may be. Runs in a process."""
-    work = target.parent / _WORK
     if _holds_checkpoint(target, how["format"]):
         sys.exit(
             f"{target} holds a checkpoint, which an export never replaces; choose another "

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -667,8 +668,6 @@ def test_a_run_that_goes_on_exports_what_the_end_of_the_last_one_prevented(tmp_p
     with exporting(tmp_path) as manager:
         for step in (2, 4):
             manager.save(step, exported_state(step))
-    # As an export leaves it whose process was killed.
-    (tmp_path / "hf" / ".ray-dcp-export" / "half").mkdir(parents=True)
     with exporting(tmp_path, export=export(include=["model.*"])) as manager:
         manager.save(5, exported_state(5))
     assert [p.name for p in (tmp_path / "hf").iterdir()] == ["step-00000004.safetensors"]
@@ -678,6 +677,34 @@ def test_a_run_that_goes_on_exports_what_the_end_of_the_last_one_prevented(tmp_p
         manager.save(5, exported_state(5))
     assert file.stat() == made
     assert load_file(file).keys() == {"model.a", "model.n"}
+
+
+KILLED = """
+import os, sys, ray_dcp.manager.step_export as it
+export = it.export
+it.export = lambda *args, **how: (export(*args, **how), os.kill(os.getpid(), 9))
+exec(sys.argv[1])
+"""
+
+
+def test_an_export_leaves_what_another_run_exports_to_the_same_folder(tmp_path, monkeypatch, heard):
+    chosen = StepExport(path=tmp_path / "hf", policy=EverySteps(1), format="safetensors")
+    names = lambda: sorted(path.name for path in (tmp_path / "hf").iterdir())  # noqa: E731
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{KILLED}' \"$2\"\n")
+    python.chmod(0o755)
+    with monkeypatch.context() as killed:
+        killed.setattr("sys.executable", str(python))
+        with exporting(tmp_path, export=chosen) as manager:
+            manager.save(1, exported_state(1))
+    assert "status -9" in heard.pop().error
+    (left,) = names()
+    with exporting(tmp_path / "other", export=chosen) as manager:
+        manager.save(2, exported_state(2))
+    assert names() == [left, "step-00000002.safetensors"]
+    with exporting(tmp_path, export=chosen) as manager:
+        manager.save(3, exported_state(3))
+    assert names() == [f"step-0000000{step}.safetensors" for step in (1, 2, 3)]
 
 
 def test_an_export_takes_the_place_of_no_checkpoint(tmp_path, heard):
