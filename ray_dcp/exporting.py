@@ -88,6 +88,9 @@ def plan_export(
     check_patterns(include, "include")
     cast = float_dtype(dtype)
     view = source if isinstance(source, CheckpointView) else read_view(source)
+    rewritten = not (format == "dcp" and _is_copy(view, include, cast, strip_prefix))
+    if rewritten:
+        _check_one_state(view)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
     objects = tuple(name for name in names if name not in view.tensors)
     left_out = objects if format in ("safetensors", "hf") else ()
@@ -104,7 +107,6 @@ def plan_export(
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
-    rewritten = format == "dcp" and not _is_copy(view, include, cast, strip_prefix)
     plan = ExportPlan(
         view.url,
         os.fspath(target),
@@ -112,7 +114,7 @@ def plan_export(
         len(names) - len(objects),
         len(objects) - len(left_out),
         num_bytes,
-        num_bytes * (2 if rewritten else 1),
+        num_bytes * (2 if rewritten and format == "dcp" else 1),
         left_out,
     )
     _check_target(plan)
@@ -149,7 +151,8 @@ def export(
         The plan that was carried out, with the names that were left out.
 
     Raises:
-        InvalidRequestError: Nothing matches, an argument is invalid, or the target exists.
+        InvalidRequestError: Nothing matches, an argument is invalid, the target exists, or the
+            source is a step of several items: only `dcp` copies it whole.
         UnsupportedValueError: The format lacks a dtype.
         StorageError: There is not enough space (checked before anything is written), the storage
             failed, or the checkpoint was replaced after the view was opened.
@@ -228,7 +231,8 @@ def import_checkpoint(
     Raises:
         CheckpointNotFoundError: The source does not exist.
         CheckpointExistsError: The target has files of a checkpoint.
-        InvalidRequestError: Nothing matches, or an argument is invalid.
+        InvalidRequestError: Nothing matches, an argument is invalid, or the source is a step of
+            several items.
         UnsafeCheckpointError: The file would run code.
         StorageError: There is not enough space, or a storage failed.
         CheckpointError: The source can't be read.
@@ -256,7 +260,9 @@ def import_checkpoint(
                         error.checkpoint_id = os.fspath(source)
                     raise
         else:
-            _rewrite(read_view(source), source, target, choice, options, meter=meter)
+            view = read_view(source)
+            _check_one_state(view)
+            _rewrite(view, source, target, choice, options, meter=meter)
 
 
 def copy(
@@ -447,6 +453,16 @@ def _key_map(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
         return None
     objects = frozenset(left_out)
     return lambda name: None if name in objects else name.removeprefix(prefix) or name
+
+
+def _check_one_state(view: CheckpointView) -> None:
+    """Raises for a step of several items, whose own checkpoint has only their names."""
+    if items := items_of(view.storage, view.checkpoint):
+        raise InvalidRequestError(
+            f"expected a checkpoint of one state as source, but {view.url} has the items "
+            f"{', '.join(items)}, each a folder in it: take these one by one",
+            key="source",
+        )
 
 
 def _is_copy(

@@ -757,12 +757,16 @@ def _to_load(run: RunView, path: str) -> Iterator[str]:
     if newest is None:
         yield "nothing in it can be loaded"
         return
+    place = f"{path.rstrip('/')}/{newest.name}"
     try:
-        code = _loading_code(newest.view, f"{path.rstrip('/')}/{newest.name}")
+        if newest.items:
+            yield from checkpoint_lines(newest.view, place)
+            return
+        code = _loading_code(newest.view, place)
     except CheckpointError as error:
         yield f"{newest.name}: {error.message}"
         return
-    if code[-1].startswith("dcp.load(") and newest.step is not None and not newest.items:
+    if code[-1].startswith("dcp.load(") and newest.step is not None:
         code[-1] = f"dcp.load_newest(state, {json.dumps(path)})"
     yield from _code_lines("to load the newest that is whole", code)
 

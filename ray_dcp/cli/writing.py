@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -60,6 +60,7 @@ from ray_dcp.exporting import (
 )
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
+from ray_dcp.format.manifest import slot_of
 from ray_dcp.format.names import (
     READING,
     SHARED_FOLDER,
@@ -523,7 +524,9 @@ _MOST_SHOWN = 20
 
 @click.command()
 @click.argument("steps", type=PLACE, nargs=-1, required=True)
-@click.option("--force", is_flag=True, help="Also steps that are tagged or being read.")
+@click.option(
+    "--force", is_flag=True, help="Also items of a step, and steps that are tagged or being read."
+)
 @click.option("--quiet", is_flag=True, help="Name no files.")
 @yes
 @dry_run
@@ -539,6 +542,8 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     marks = [_Marks(step) for step in found]
     for step, mark in zip(found, marks, strict=True):
         _check_deletable(step, mark, force=force)
+        if not force:
+            _check_no_item(step.path)
     total = sum(step.num_bytes for step in found)
     names = ", ".join(step.path.url for step in found)
     if not dry_run:
@@ -547,6 +552,7 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     try:
         for step, mark in zip(found, marks, strict=True):
             report = mark.delete(force=force, dry_run=dry_run)
+            report = _without_known(".", report, step.items.values())
             reports.append((report.path, report))
             for folder in step.items.values():
                 report = delete(place_below(step.path, folder), dry_run=dry_run)
@@ -575,6 +581,23 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
             f"{step.path.url} is being read by {', '.join(marks.readers)}: wait until that is "
             f"done, or give --force if it has ended"
         )
+
+
+def _check_no_item(place: Target) -> None:
+    """Raises if a checkpoint is an item of a committed step, which would be damaged without it."""
+    above, _, name = place.url.rstrip("/").rpartition("/")
+    if not above or above.endswith("/"):
+        return
+    step = replace(place, url=above)
+    if not any(slot_of(entry.key) for entry in open_storage(step).list("manifest-")):
+        return
+    with suppress(CheckpointNotFoundError):
+        view = read_view(step)
+        if name in items_of(view.storage, view.checkpoint):
+            raise InvalidRequestError(
+                f"{place.url} is an item of the step in {above}, which can't be loaded without it: "
+                f"delete the step, or give --force"
+            )
 
 
 class _Marks:

@@ -57,6 +57,7 @@ from ray_dcp.format.manifest import (
     slot_of,
 )
 from ray_dcp.format.save_trace import trace_key
+from ray_dcp.format.step_info import info_slot
 
 TRIES = 1
 """Retries of a record after a failure that leaves unknown whether it was written. Storages retry
@@ -394,7 +395,7 @@ def sweep(
         if key in needed or (owned is not None and owned.kind == "metadata"):
             continue
         if owned is None:
-            kept.append(KeptFile(key, "ray_dcp did not write it"))
+            kept.append(KeptFile(key, _why_not_ours(key)))
         elif owned.kind == "record":
             if (slot_of(key) or 0) <= last_slot:
                 delete.append((owned, key))
@@ -411,6 +412,14 @@ def sweep(
             unfinished.add(owned.attempt)
             kept.append(KeptFile(key, f"attempt {owned.attempt} may still be committed"))
     return GarbagePlan(_in_order(delete), tuple(kept), tuple(sorted(unfinished)))
+
+
+def _why_not_ours(key: str) -> str:
+    """Returns why a file is none of this checkpoint's."""
+    name = key.rpartition("/")[2]
+    if owner_of(name) is not None:
+        return "it is of a checkpoint in that folder"
+    return "ray_dcp did not write it" if info_slot(name) is None else "it is of the run's manager"
 
 
 def _in_order(found: Iterable[tuple[Owned, str]]) -> tuple[str, ...]:

@@ -328,8 +328,31 @@ def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items_which_go
     assert [line for line in lines if "kept" in line] == [
         "  kept notes.txt: ray_dcp did not write it"
     ]
-    assert invoke("rm", f"{tmp_path}@1", "--yes").exit_code == 0
+    found = invoke("rm", f"{tmp_path}@1", "--yes")
+    assert [line for line in found.stdout.splitlines() if "kept" in line] == [
+        "  kept notes.txt: ray_dcp did not write it"
+    ]
     assert not list(tmp_path.rglob("*.distcp"))
+
+
+def test_a_step_of_items_is_shown_removed_and_exported_by_its_items(tmp_path: Path):
+    items = {"data": Item(), "model": Item()}
+    with ray_dcp.CheckpointManager(tmp_path / "run", 1, items=items) as manager:
+        manager.save(1, {"model": {"w": torch.ones(2)}, "data": {"at": 1}})
+    step = tmp_path / "run" / "step-00000001"
+    for path in (tmp_path / "run", step):
+        assert f'checkpoint_id="{step}/data"' in invoke("show", path).stdout
+    assert "is an item of the step" in refused("rm", step / "model", "--yes")
+    assert "ray_dcp did not write it" not in repr(ray_dcp.delete(step, dry_run=True).kept)
+    for kind in ("safetensors", "torch", "hf"):
+        told = refused("export", step, tmp_path / "out", "--format", kind)
+        assert "has the items data, model, each a folder in it" in told
+    assert "has the items data, model" in refused("import", step, tmp_path / "imported")
+    assert invoke("export", step / "model", tmp_path / "w.safetensors").exit_code == 0
+    assert invoke("export", step, tmp_path / "whole", "--format", "dcp").exit_code == 0
+    assert ray_dcp.read_state_dict(tmp_path / "whole" / "model")["w"].tolist() == [1, 1]
+    assert invoke("rm", step / "model", "--yes", "--force").exit_code == 0
+    assert not ray_dcp.verify(step).ok
 
 
 def test_du_counts_every_byte_once_by_whose_it_is(run: Path):
