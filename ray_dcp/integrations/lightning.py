@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.messages import Target
@@ -26,6 +27,7 @@ from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import save
 from ray_dcp.torch_adapter.tensors import dtype_of
 from ray_dcp.view.checkpoint_view import read_view
+from ray_dcp.view.wording import few
 
 STRUCTURE = "structure"
 _TENSOR = "__ray_dcp_tensor__"
@@ -36,7 +38,8 @@ class RayDcpCheckpointIO(CheckpointIO):
 
     Each checkpoint is a directory. It appears atomically, its bytes are verified by a load, and a
     save to the same path keeps it until the new checkpoint is committed. It supports strategies
-    that pass the whole checkpoint to rank 0 (single device, DDP).
+    that pass the whole checkpoint to rank 0 (single device, DDP). Files that Lightning itself saved
+    are loaded and removed too.
 
     Args:
         in_background: Return from a save once the bytes are copied. Errors are raised by the next
@@ -97,26 +100,36 @@ class RayDcpCheckpointIO(CheckpointIO):
         """Returns a checkpoint as it was saved.
 
         Args:
-            path: Path of the directory.
+            path: Path of the directory, or of a file that Lightning saved.
             map_location: Device of the tensors, or a function of tensor and location as for
                 `torch.load`; the CPU if None.
             weights_only: False allows the checkpoint to execute code. If None, the load options
                 decide.
 
         Raises:
+            InvalidRequestError: This plug-in did not save the checkpoint.
             CheckpointError: As for `ray_dcp.load`.
         """
         self._raise_failures(wait=True)
+        options = self._load_options
+        if weights_only is not None:
+            options = replace(options, weights_only=weights_only)
+        if os.path.isfile(path):
+            location: Any = "cpu" if map_location is None else map_location
+            return TorchCheckpointIO().load_checkpoint(path, location, options.weights_only)
         view = read_view(path)
+        if STRUCTURE not in view.names:
+            raise InvalidRequestError(
+                f"expected a checkpoint that RayDcpCheckpointIO saved, found one of "
+                f"{few(list(view.names))}; ray_dcp.load loads it",
+                checkpoint_id=view.url,
+            )
         prefix = "tensors."
         tensors = {
             name[len(prefix) :]: torch.empty(info.shape, dtype=dtype_of(info.dtype))
             for name, info in view.tensors.items()
         }
         state: dict[str, Any] = {STRUCTURE: None, "tensors": tensors}
-        options = self._load_options
-        if weights_only is not None:
-            options = replace(options, weights_only=weights_only)
         load(state, checkpoint_id=path, no_dist=True, options=options)
         found: dict[str, Any] = _with_tensors(state[STRUCTURE][0], state["tensors"], map_location)
         return found
@@ -125,12 +138,15 @@ class RayDcpCheckpointIO(CheckpointIO):
         """Removes a checkpoint, and its directory unless it contains other files.
 
         Args:
-            path: Path of the directory.
+            path: Path of the directory, or of a file that Lightning saved.
 
         Raises:
             CheckpointError: The checkpoint could not be removed.
         """
         self._raise_failures(wait=True)
+        if os.path.isfile(path):
+            TorchCheckpointIO().remove_checkpoint(path)
+            return
         parent, _, name = target_of(path, None).url.rstrip("/").rpartition("/")
         # Why: of "memory://name" and "/name", that leaves less than the place above them.
         parent += "/" if not parent or parent.endswith("/") else ""

@@ -84,6 +84,24 @@ def test_a_lightning_checkpoint_at_a_url_is_removed(tmp_path, place):
         io.load_checkpoint(path)
 
 
+def test_a_run_that_lightning_saved_in_files_goes_on(tmp_path):
+    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    from ray_dcp.integrations.lightning import RayDcpCheckpointIO
+
+    io, path = RayDcpCheckpointIO(), tmp_path / "epoch=1.ckpt"
+    TorchCheckpointIO().save_checkpoint({"a": torch.ones(2), "epoch": 1}, path)
+    assert str(io.load_checkpoint(path)) == str({"a": torch.ones(2), "epoch": 1})
+    assert io.load_checkpoint(path, map_location="meta")["a"].is_meta
+    with pytest.raises(CheckpointError, match="choose a path that is no file"):
+        io.save_checkpoint({"epoch": 2}, path)
+    io.remove_checkpoint(path)
+    assert not path.exists()
+    ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=path, no_dist=True)
+    with pytest.raises(InvalidRequestError, match=r"RayDcpCheckpointIO saved, found .*model.w"):
+        io.load_checkpoint(path)
+
+
 # --- Hugging Face -------------------------------------------------------------------------------
 
 
