@@ -25,7 +25,7 @@ class RayDcpCallback(TrainerCallback):
 
     It saves model, optimizer, scheduler and the Trainer's counters in the background. The metrics
     of the last evaluation are stored with the step, so that a retention policy can rank by
-    `eval_loss`.
+    `eval_loss`. A restore brings them back.
 
     The callback can't make the Trainer skip data: after a restore, training continues up to
     `max_steps` with a new pass over the data.
@@ -72,6 +72,10 @@ class RayDcpCallback(TrainerCallback):
         for name in TRAINER:
             if name in found["trainer"]:
                 setattr(state, name, found["trainer"][name])
+        # Why: a step may be due before the next evaluation, and `BestN` requires its metric. If
+        # the Trainer does not evaluate, another process does, and its metrics are of that step.
+        if args.eval_strategy != "no" and state.is_world_process_zero:
+            self._metrics = dict(self._manager.step_info(self.restored.step).metrics)
         logger.info("Goes on at step %d of %s", self.restored.step, self._manager.path)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.manager import CheckpointManager
+from ray_dcp.manager import BestN, CheckpointManager
 from tests.support import titan
 from tests.support.programs import hub_ranks
 from tests.support.programs.forks import plain_environment
@@ -123,6 +123,28 @@ def test_a_hugging_face_trainer_saves_and_goes_on_as_if_it_had_not_stopped(tmp_p
         fit(tmp_path / "nothing", 2, resume="latest")
     with pytest.raises(InvalidRequestError):
         importlib.import_module("ray_dcp.integrations.hf").RayDcpCallback("run")
+
+
+def test_a_hugging_face_trainer_that_goes_on_has_the_metrics_of_its_last_evaluation(tmp_path):
+    from transformers import TrainerState, TrainingArguments
+
+    from ray_dcp.integrations.hf import RayDcpCallback
+
+    model = torch.nn.Linear(2, 1)
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    arguments = TrainingArguments(output_dir=str(tmp_path / "hf"), eval_strategy="steps")
+    for step in (1, 2):
+        # Step 2 is saved before the next evaluation.
+        with CheckpointManager(tmp_path / "run", retention=BestN(2, "eval_loss")) as manager:
+            callback = RayDcpCallback(manager)
+            state = TrainerState(global_step=step - 1)
+            callback.on_train_begin(arguments, state, None, **given)
+            if step == 1:
+                callback.on_evaluate(metrics={"eval_loss": 0.5})
+            state.global_step = step
+            callback.on_step_end(arguments, state, None, **given)
+            callback.on_train_end()
+            assert manager.step_info(step).metrics == {"eval_loss": 0.5}
 
 
 # --- torchtitan ---------------------------------------------------------------------------------
