@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -364,16 +364,14 @@ def diff(
     one, other = address_one.open(first), address_other.open(second)
     with progress("comparing", address_other.name) as meter:
         found = one.diff(other, read=not hashes_only, progress=meter)
-    shown = [
-        row
-        for row in found.tensors
-        if (pattern is None or fnmatchcase(row.name, pattern))
-        and (show_all or row.change != "unchanged")
-    ]
+    if pattern is not None:
+        chosen = tuple(row for row in found.tensors if fnmatchcase(row.name, pattern))
+        found = replace(found, tensors=chosen)
+    shown = [row for row in found.tensors if show_all or row.change != "unchanged"]
     by_name: dict[str, ValueDiff] = {}
     if values:
-        chosen = {row.name for row in shown}
-        names = [name for name in found.comparable if name in chosen]
+        rows = {row.name for row in shown}
+        names = [name for name in found.comparable if name in rows]
         with progress("reading", address_other.name) as meter:
             by_name = {row.name: row for row in found.values(names, progress=meter)}
     lines = table(
@@ -384,7 +382,8 @@ def diff(
         style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
     )
     counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
-    total = f"{counts or 'both are empty'}; {size_text(found.changed_bytes)} differ"
+    none = "both are empty" if pattern is None else f"no name matches {pattern!r}"
+    total = f"{counts or none}; {size_text(found.changed_bytes)} differ"
     title = f"{address_one.name} -> {address_other.name}"
     notes = [f"note: {note}" for note in found.notes]
     read = f"{size_text(found.bytes_read)} of tensors were read to decide that"

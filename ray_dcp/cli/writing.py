@@ -34,6 +34,7 @@ from ray_dcp.cli.places import (
     address_of,
     addresses_of,
     check_answers,
+    check_target,
     checkpoint_at,
     kept,
     run_at,
@@ -125,6 +126,7 @@ def export(
     The export is streamed: memory holds at most one tensor. Free disk space is checked first.
     safetensors and hf contain tensors only; objects that they leave out are listed.
     """
+    check_target(target)
     address = address_of(source)
     view = address.open(source)
     if model_only:
@@ -179,6 +181,7 @@ def import_(
 
     check_source(source)
     check_answers(target)
+    check_target(target)
     check_free(open_storage(target))
     value = {"source": source, "target": target, "dry_run": dry_run}
     if dry_run:
@@ -216,6 +219,7 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     damaged step is not copied, and the exit status is 1.
     """
     check_answers(target)
+    check_target(target)
     is_run, found = addresses_of(source)
     copies = []
     for one in found:
@@ -470,6 +474,7 @@ def average(
         raise InvalidRequestError("give --weights or --ema, not both")
     addresses = _newest(sources, last) if last is not None else [address_of(one) for one in sources]
     check_answers(out)
+    check_target(out)
     check_free(open_storage(out))
     numbers = decayed(ema, len(addresses)) if ema is not None else weights or None
     with ExitStack() as stack:

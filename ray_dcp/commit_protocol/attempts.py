@@ -56,6 +56,7 @@ from ray_dcp.format.manifest import (
     deciding,
     slot_of,
 )
+from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.step_info import info_slot
 
@@ -416,10 +417,11 @@ def sweep(
 
 def _why_not_ours(key: str) -> str:
     """Returns why a file is none of this checkpoint's."""
-    name = key.rpartition("/")[2]
+    folder, _, name = key.rpartition("/")
     if owner_of(name) is not None:
         return "it is of a checkpoint in that folder"
-    return "ray_dcp did not write it" if info_slot(name) is None else "it is of the run's manager"
+    is_managers = info_slot(name) is not None or folder.startswith(SHARED_FOLDER)
+    return "it is of the run's manager" if is_managers else "ray_dcp did not write it"
 
 
 def _in_order(found: Iterable[tuple[Owned, str]]) -> tuple[str, ...]:

@@ -404,6 +404,33 @@ def test_diff_exits_with_1_where_that_is_asked_for(run: Path):
         assert invoke("diff", f"{run}@10", f"{run}@{step}", *more).exit_code == code
 
 
+def test_diff_compares_the_names_that_match(tmp_path: Path):
+    for step in (1, 2):
+        state = {"w": torch.ones(2), "step": step}
+        ray_dcp.save(state, checkpoint_id=tmp_path / f"step-{step}")
+    steps = (f"{tmp_path}@1", f"{tmp_path}@2", "--exit-code", "--tensor")
+    for pattern, code in (("w", 0), ("s*", 1), ("none", 0)):
+        found = invoke("diff", *steps, pattern)
+        assert (found.exit_code, "1 changed" in found.stdout) == (code, code == 1)
+    assert "no name matches 'none'" in found.stdout
+    assert json.loads(invoke("diff", *steps, "w", "--json").stdout)["counts"] == {"unchanged": 1}
+
+
+def test_a_step_of_a_run_is_no_target(run: Path, tmp_path: Path):
+    one, step = f"{run}@10", f"{run}@30"
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    for call in (
+        ("cp", one, step),
+        ("cp", one, one),
+        ("average", one, "-o", step),
+        ("export", one, step),
+        ("import", tmp_path / "w.pt", step),
+    ):
+        assert "names a step of the run" in refused(*call)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.pt"]
+    assert invoke("cp", one, tmp_path / "user@host").exit_code == 0
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_store_that_does_not_answer_is_told_soon(
     tmp_path: Path, saved_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
