@@ -387,8 +387,14 @@ def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNo
     keys = [entry.key for entry in storage.list()]
     here = [key for key in keys if "/" not in key]
     if not keys:
+        is_address = "@" in storage.url.rpartition("/")[2]
+        way_out = (
+            f"RUN@STEP is read by ray_dcp.open, and ray_dcp.open({storage.url!r}).url is a path"
+            if is_address
+            else "check the path"
+        )
         return CheckpointNotFoundError(
-            f"expected a checkpoint in {storage.url}, but there is nothing; check the path"
+            f"expected a checkpoint in {storage.url}, but there is nothing; {way_out}"
         )
     if any(_RANK_METADATA.fullmatch(key) for key in here):
         return CheckpointNotFoundError(

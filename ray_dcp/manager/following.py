@@ -25,6 +25,7 @@ from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_
 from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.policies import check_metrics
 from ray_dcp.options import check_above_0
+from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
@@ -145,8 +146,8 @@ def follow(
         raise InvalidRequestError(
             f"metric must be the name of a metric, but is {metric!r}", key="metric"
         )
-    root = Root(absolute_target(run))
-    return _follow(root, metric, -1 if newer_than is None else newer_than, timeout_s, poll_s)
+    wanted = StepRange(newer_than=newer_than)
+    return _follow(Root(absolute_target(run)), metric, wanted, timeout_s, poll_s)
 
 
 class _AnyNames(StepNames):
@@ -158,7 +159,7 @@ class _AnyNames(StepNames):
 
 
 def _follow(
-    root: Root, metric: str | None, newer_than: int, timeout_s: float | None, poll_s: float
+    root: Root, metric: str | None, wanted: StepRange, timeout_s: float | None, poll_s: float
 ) -> Generator[FollowedStep, None, None]:
     seen = set[tuple[int, str]]()
     catalogue: Catalogue | None = None
@@ -168,7 +169,7 @@ def _follow(
         todo = [
             one
             for one in sorted(catalogue.folders.values(), key=lambda one: (one.step, one.name))
-            if one.step > newer_than
+            if one.step in wanted
             and (one.attempt or not one.is_ours)
             and (one.step, one.attempt) not in seen
             and metric not in catalogue.metrics_of(one)
@@ -238,8 +239,10 @@ def record_metrics(run: AnyPlace, step: int, metrics: Mapping[str, Any]) -> None
 
     Raises:
         CheckpointNotFoundError: The step is not committed.
+        InvalidRequestError: The step is no integer from 0.
         CheckpointError: As for `FollowedStep.record`.
     """
+    StepNames().name_of(step)  # It raises for an invalid step.
     root = Root(absolute_target(run))
     found = look(root, _AnyNames()).steps.get(step)
     if found is None:

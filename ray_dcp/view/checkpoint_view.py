@@ -436,9 +436,16 @@ class CheckpointView:
             progress: As for `ray_dcp.verify`.
 
         Raises:
+            InvalidRequestError: `other` is no view.
             DamagedCheckpointError: Bytes that were read do not match their checksums.
             StorageError: The storage failed.
         """
+        if not isinstance(other, CheckpointView):
+            raise InvalidRequestError(
+                f"expected the view of another checkpoint, as ray_dcp.open('run@latest') returns "
+                f"it, but got {other!r}",
+                key="other",
+            )
         return diff_checkpoints(self, other, read=read, progress=progress)
 
     def reshard(

@@ -68,6 +68,7 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import os_failure
@@ -245,6 +246,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metric": 3}, "metric must be"),
     ({"poll_s": 0}, "poll_s must be"),
     ({"timeout_s": -1}, "timeout_s must be"),
+    ({"newer_than": "5"}, "newer_than must be"),
 ]
 
 
@@ -259,6 +261,9 @@ def test_wrong_metrics_are_refused_and_none_is_written(run: Path, metrics: dict[
     with pytest.raises(InvalidRequestError):
         ray_dcp.record_metrics(run, 10, {**({"ok": 1.0} if metrics else {}), **metrics})
     assert recorded(run) == []
+    for step in ("10", -1, 1.5):
+        with pytest.raises(InvalidRequestError, match="a step must be"):
+            ray_dcp.record_metrics(run, step, {"ok": 1.0})
 
 
 def test_files_that_other_programs_renamed_are_no_metrics(run: Path):
@@ -325,7 +330,7 @@ class Job:
     def evaluate(self, script: DiesAt, until: int) -> None:
         """Evaluates as a process whose storage follows a script."""
         root = Root(Target(self.url), script.opener)
-        steps = _follow(root, "acc", -1, 0, 1.0)
+        steps = _follow(root, "acc", StepRange(), 0, 1.0)
         try:
             self._evaluate(steps, until)
         finally:

@@ -286,6 +286,11 @@ def test_a_place_without_a_checkpoint_says_what_it_holds(storage, keys, told):
     assert storage.url in str(caught.value)
 
 
+def test_an_address_that_only_open_reads_is_named(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"ray_dcp.open\('.*run@latest'\).url"):
+        read_checkpoint(LocalStorage(tmp_path / "run@latest"))
+
+
 # --- checksums at the ends of files ---------------------------------------------------------------
 
 

@@ -507,6 +507,8 @@ def test_hashes_tell_every_change_and_no_payload_is_read(pair: tuple[Path, Path]
     assert diff.notes == ()
     assert not diff.is_empty
     assert a.diff(a).is_empty
+    with pytest.raises(InvalidRequestError, match=r"as ray_dcp.open.* returns it, but got 'b'"):
+        a.diff("b")
 
 
 def test_values_are_read_only_of_what_changed(pair: tuple[Path, Path]):
