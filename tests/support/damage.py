@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -120,9 +121,14 @@ class Damage:
     """Another file that changes too, and what it then holds."""
 
 
+def _random(file: str, seed: int) -> random.Random:
+    """Returns a source that is the same in each run: the id of the attempt is not."""
+    return random.Random(f"{re.sub('[0-9a-f]{16}', '', file)} {seed}")
+
+
 def flips(file: str, data: bytes, count: int, seed: int) -> Iterator[Damage]:
     """Yields single flipped bits, the same for the same seed, spread over all bytes."""
-    source = random.Random(f"{file} {seed}")
+    source = _random(file, seed)
     places = {0, len(data) - 1} | {
         source.randrange(
             len(data) * i // count, max(len(data) * (i + 1) // count, 1 + len(data) * i // count)
@@ -142,7 +148,7 @@ def flip(file: str, data: bytes, place: int, bit: int) -> Damage:
 
 def lengths(file: str, data: bytes, count: int, seed: int) -> Iterator[Damage]:
     """Yields files that were cut off, became longer, or lost or gained a piece."""
-    source, length = random.Random(f"{file} {seed}"), len(data)
+    source, length = _random(file, seed), len(data)
     for cut in sorted({0, 1, length - 1, *(source.randrange(length) for _ in range(count))}):
         yield Damage(file, cut, length, data[:cut], f"cut off at {cut}")
     for more in (b"\0", bytes(PAGE_BYTES), b"PK\5\6" + bytes(18)):
@@ -160,7 +166,7 @@ def lengths(file: str, data: bytes, count: int, seed: int) -> Iterator[Damage]:
 
 def pages(file: str, data: bytes, seed: int) -> Iterator[Damage]:
     """Yields files of which a page was never written, or two pages changed places."""
-    source = random.Random(f"{file} {seed}")
+    source = _random(file, seed)
     starts = list(range(0, len(data), PAGE_BYTES))
     for start in starts[:: max(len(starts) // 8, 1)]:
         stop = min(start + PAGE_BYTES, len(data))
