@@ -655,22 +655,21 @@ root = sys.argv[1]
 ray_dcp.dcp_to_torch_save(f"{root}/small", f"{root}/small.pt")
 before = anonymous()
 ray_dcp.dcp_to_torch_save(f"{root}/c", f"{root}/c.pt")
-ray_dcp.dcp_to_safetensors(f"{root}/c", f"{root}/hf", file_bytes=1 << 25)
+ray_dcp.dcp_to_safetensors(f"{root}/c", f"{root}/hf", file_bytes=1 << 24)
 ray_dcp.torch_save_to_dcp(f"{root}/c.pt", f"{root}/d")
 print(anonymous() - before)
 """
-    parts = {str(i): torch.full((2 << 20,), float(i)) for i in range(12)}  # 96 MiB
+    parts = {str(i): torch.full((2 << 20,), float(i)) for i in range(6)}  # 48 MiB
     ray_dcp.save(parts, checkpoint_id=tmp_path / "c")
     ray_dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "small")
     (ran,) = programs.run("-c", program, str(tmp_path))
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) < 32 << 20
-    for name in ("c.pt",):
-        found = torch.load(tmp_path / name, mmap=True)
-        assert all(torch.equal(found[key], value) for key, value in parts.items())
+    assert int(ran.stdout) < 20 << 20
+    found = torch.load(tmp_path / "c.pt", mmap=True)
+    assert all(torch.equal(found[key], value) for key, value in parts.items())
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 3
-    last = ray_dcp.read_state_dict(tmp_path / "d", include=["11"])
-    assert torch.equal(last["11"], parts["11"])
+    last = ray_dcp.read_state_dict(tmp_path / "d", include=["5"])
+    assert torch.equal(last["5"], parts["5"])
 
 
 def test_a_conversion_that_fails_leaves_no_file_and_the_old_one(tmp_path: Path):
