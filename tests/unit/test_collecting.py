@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_dcp import errors
+from ray_dcp.commit_protocol import commands
 from ray_dcp.commit_protocol.attempts import (
     MOST_DECIDED,
     Fenced,
@@ -21,17 +22,6 @@ from ray_dcp.commit_protocol.attempts import (
     sweep,
     verdicts,
     was_committed,
-)
-from ray_dcp.commit_protocol.commands import (
-    BuildCommit,
-    CollectReplaced,
-    CreateAbort,
-    CreateRecord,
-    Failed,
-    Overtaken,
-    Published,
-    PublishMetadata,
-    RecordCreated,
 )
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.format.manifest import (
@@ -159,7 +149,7 @@ def test_after_a_save_there_is_the_checkpoint_one_record_and_what_is_not_ours(pl
 def test_a_save_removes_what_dead_attempts_left_and_their_unpublished_files(tmp_path, path):
     storage = LocalStorage(path)
     saved(path)
-    stopped_before(path, CreateRecord)
+    stopped_before(path, commands.CreateRecord)
     # What processes leave that are killed while they write.
     for key in (f"__0_0.{DEAD}.distcp", f"chunks.{DEAD}.table", record_key(9), ".metadata"):
         (tmp_path / "step-1" / f"{TEMP}{key}").write_bytes(b"half")
@@ -186,8 +176,8 @@ def test_a_save_whose_metadata_could_not_be_published_removes_nothing(place):
     before = names(place)
 
     def performer(task):
-        if isinstance(task, PublishMetadata):
-            return Failed(errors.StorageError("read-only"))
+        if isinstance(task, commands.PublishMetadata):
+            return commands.Failed(errors.StorageError("read-only"))
         return perform(task)
 
     (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
@@ -205,7 +195,7 @@ def test_files_that_can_not_be_removed_warn_and_the_next_save_removes_them(place
     attempt = saved(place.url, THREE).attempt
 
     def failing(task):
-        if isinstance(task, CollectReplaced):
+        if isinstance(task, commands.CollectReplaced):
             script = [Fault(operation="delete", key=f"__0_0.{attempt}*")]
             return perform(task, lambda _: FaultyStorage(place, script))
         return perform(task)
@@ -235,7 +225,7 @@ def test_where_records_can_not_be_created_only_if_absent_unknown_attempts_keep_t
 
     for step, state in enumerate(STATES):
         if step == 1:
-            stopped_before(place.url, CreateRecord, TWO, opener=opener)
+            stopped_before(place.url, commands.CreateRecord, TWO, opener=opener)
         else:
             (result,) = run_ranks(save_ranks(state, 1, place.url), performer=performer)
             result.get()
@@ -324,7 +314,7 @@ def test_what_another_program_wrote_is_refused_with_the_way_out(tmp_path, call, 
 
 def test_a_stock_checkpoint_is_not_deleted_with_what_a_failed_save_of_ours_left_there(tmp_path):
     stock_save(tmp_path, 3.0)
-    stopped_before(str(tmp_path), CreateRecord)
+    stopped_before(str(tmp_path), commands.CreateRecord)
     with pytest.raises(errors.InvalidRequestError, match="written by another program"):
         delete(str(tmp_path))
     report = collect(str(tmp_path), abort_unfinished=True)
@@ -347,7 +337,7 @@ def test_a_stock_checkpoint_that_was_saved_over_ours_stays_and_stands(tmp_path):
 
 def test_a_stock_checkpoint_that_a_commit_replaced_is_deleted_with_it(tmp_path):
     stock_save(tmp_path, 4.0)
-    stopped_before(str(tmp_path), PublishMetadata)
+    stopped_before(str(tmp_path), commands.PublishMetadata)
     report = delete(str(tmp_path))
     assert ".metadata" in report.deleted
     assert "__0_0.distcp" in report.deleted
@@ -378,7 +368,7 @@ def test_a_dry_run_leaves_it_to_others_to_publish_metadata(place):
 
 def test_a_dry_run_tells_and_changes_nothing(place):
     saved(place.url)
-    stopped_before(place.url, CreateRecord)
+    stopped_before(place.url, commands.CreateRecord)
     before = {entry.key: place.read(entry.key) for entry in place.list()}
     told = [delete(place.url, dry_run=True), collect(place.url, dry_run=True)]
     told.append(collect(place.url, abort_unfinished=True, dry_run=True))
@@ -420,7 +410,10 @@ def test_a_delete_that_gets_no_answer_says_that_it_is_unknown_and_may_be_repeate
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(CreateRecord, "id was deleted"), (BuildCommit, "deleted it in slot 2 meanwhile")],
+    [
+        (commands.CreateRecord, "id was deleted"),
+        (commands.BuildCommit, "deleted it in slot 2 meanwhile"),
+    ],
 )
 def test_a_delete_ends_a_save_that_is_under_way_which_is_told_so(place, kind, said):
     saved(place.url)
@@ -439,7 +432,7 @@ def test_a_delete_ends_a_save_that_is_under_way_which_is_told_so(place, kind, sa
 
 def test_a_delete_that_a_save_comes_before_deletes_that_as_well(place):
     saved(place.url)
-    zombie = stopped_before(place.url, CreateRecord)
+    zombie = stopped_before(place.url, commands.CreateRecord)
     storage = Meanwhile(place, "write", "manifest-*", lambda: perform(zombie))
     report = delete(place.url, opener=lambda _: storage)
     assert report.checkpoint == decode_record(zombie.record).attempt
@@ -447,18 +440,18 @@ def test_a_delete_that_a_save_comes_before_deletes_that_as_well(place):
 
 
 def test_metadata_that_a_zombie_publishes_after_a_delete_is_taken_back(place):
-    task = stopped_before(place.url, PublishMetadata, ONE)
+    task = stopped_before(place.url, commands.PublishMetadata, ONE)
     late = Meanwhile(place, "write", ".metadata", lambda: delete(place.url))
-    assert perform(task, lambda _: late) == Published(superseded=True)
+    assert perform(task, lambda _: late) == commands.Published(superseded=True)
     assert names(place) == {record_key(2)}
-    assert perform(task) == Published(superseded=True)
+    assert perform(task) == commands.Published(superseded=True)
     assert names(place) == {record_key(2)}
 
 
 def test_metadata_that_is_published_after_a_later_commit_is_put_right(place):
-    task = stopped_before(place.url, PublishMetadata, ONE)
+    task = stopped_before(place.url, commands.PublishMetadata, ONE)
     late = Meanwhile(place, "write", ".metadata", lambda: saved(place.url, TWO))
-    assert perform(task, lambda _: late) == Published(superseded=True)
+    assert perform(task, lambda _: late) == commands.Published(superseded=True)
     assert not find_checkpoint(place).metadata_is_stale
     check_stock(place.url, TWO)
 
@@ -468,7 +461,7 @@ def test_metadata_that_is_published_after_a_later_commit_is_put_right(place):
 
 def zombie_of(place):
     """The commit of a save that lies still before it, and the attempt."""
-    task = stopped_before(place.url, CreateRecord, ONE)
+    task = stopped_before(place.url, commands.CreateRecord, ONE)
     return task, decode_record(task.record).attempt
 
 
@@ -477,7 +470,7 @@ def test_a_zombie_in_a_slot_that_is_free_again_changes_nothing_and_is_told(place
     task, attempt = zombie_of(place)
     last = [saved(place.url, state).attempt for state in (TWO, THREE)][-1]
     assert read_slots(place).used == (3,)
-    assert perform(task) == RecordCreated(2, Overtaken(3, last, False))
+    assert perform(task) == commands.RecordCreated(2, commands.Overtaken(3, last, False))
     assert loads_whole(place.url, STATES) == 2
     assert outcome(place.url, attempt) == "aborted"
     assert isinstance(settle(Target(place.url), attempt, reason="", rank=0), Fenced)
@@ -501,7 +494,7 @@ def test_an_abort_in_a_slot_that_is_free_again_does_not_undo_a_commit(place):
     attempt = saved(place.url).attempt
     for state in (TWO, THREE):
         saved(place.url, state)
-    task = CreateAbort(Target(place.url), 1, attempt, "late", 0)
+    task = commands.CreateAbort(Target(place.url), 1, attempt, "late", 0)
     created = perform(task)
     assert created.overtaken.was_committed
     vote_says = settle(Target(place.url), attempt, reason="", rank=0)
@@ -513,10 +506,10 @@ def test_an_abort_in_a_slot_that_is_free_again_does_not_undo_a_commit(place):
 def test_a_commit_of_which_the_answer_was_lost_and_the_record_removed_was_one(place):
     """The write arrives, the answer is lost, others commit and remove the record: then it asks."""
     task, _ = zombie_of(place)
-    assert perform(task) == RecordCreated(1)
+    assert perform(task) == commands.RecordCreated(1)
     last = [saved(place.url, state).attempt for state in (TWO, THREE)][-1]
     again = perform(task)
-    assert again == RecordCreated(1, Overtaken(3, last, True))
+    assert again == commands.RecordCreated(1, commands.Overtaken(3, last, True))
     assert loads_whole(place.url, STATES) == 2
 
 
@@ -525,7 +518,7 @@ def test_a_record_that_is_removed_between_a_refusal_and_a_look_at_it_is_no_bug(p
     perform(task)
     removed = Meanwhile(place, "read", record_key(1), lambda: saved(place.url, TWO), times=9)
     result = perform(task, lambda _: removed)
-    assert isinstance(result, RecordCreated)
+    assert isinstance(result, commands.RecordCreated)
     assert result.overtaken.was_committed
     assert outcome(place.url, attempt) == "committed"
 
@@ -582,7 +575,7 @@ def test_a_listing_that_shows_neither_of_two_records_is_not_believed(place):
 
 def test_a_save_that_a_collector_ends_fails_as_cancelled(place):
     def performer(task):
-        if isinstance(task, CreateRecord):
+        if isinstance(task, commands.CreateRecord):
             collect(place.url, abort_unfinished=True)
         return perform(task)
 
@@ -592,7 +585,7 @@ def test_a_save_that_a_collector_ends_fails_as_cancelled(place):
 
 
 def test_a_save_that_commits_before_it_is_ended_is_kept(place):
-    task = stopped_before(place.url, CreateRecord)
+    task = stopped_before(place.url, commands.CreateRecord)
     committing = Meanwhile(place, "write", "*", lambda: perform(task))
     report = collect(place.url, abort_unfinished=True, opener=lambda _: committing)
     assert report.fenced == report.deleted == ()
@@ -602,8 +595,8 @@ def test_a_save_that_commits_before_it_is_ended_is_kept(place):
 def test_what_a_commit_left_undone_is_collected_without_ending_anybody(place):
     """The save dies after its commit: its record tells of whom it found."""
     first = saved(place.url).attempt
-    dead = decode_record(stopped_before(place.url, CreateRecord).record).attempt
-    stopped_before(place.url, CollectReplaced, THREE)
+    dead = decode_record(stopped_before(place.url, commands.CreateRecord).record).attempt
+    stopped_before(place.url, commands.CollectReplaced, THREE)
     report = collect(place.url)
     assert {key for key in report.deleted if first in key or dead in key} == {
         key for key in report.deleted if not key.startswith("manifest-")
@@ -617,7 +610,7 @@ def test_what_a_commit_left_undone_is_collected_without_ending_anybody(place):
 def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_path):
     path = str(tmp_path)
     first = saved(path).attempt
-    stopped_before(path, PublishMetadata, TWO)
+    stopped_before(path, commands.PublishMetadata, TWO)
 
     class ReadOnlyMetadata(LocalStorage):
         def write(self, key, data, *, create=False):
@@ -641,7 +634,7 @@ def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_
 def test_a_load_publishes_the_metadata_that_a_dead_save_did_not(tmp_path):
     path = str(tmp_path)
     saved(path)
-    stopped_before(path, PublishMetadata, TWO)
+    stopped_before(path, commands.PublishMetadata, TWO)
     load_and_check(TWO, 2, path)
     check_stock(path, TWO)
 

@@ -18,13 +18,8 @@ from torch.distributed.checkpoint import _extension, filesystem
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 import ray_dcp
+from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import (
-    CoverageError,
-    DamagedCheckpointError,
-    InvalidRequestError,
-    UnsupportedValueError,
-)
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.store.opening import open_storage
@@ -142,7 +137,7 @@ def test_safetensors_files_are_read_at_any_place_that_an_id_names(tmp_path: Path
     ],
 )
 def test_a_url_for_a_storage_of_paths_is_refused_with_the_way_out(call: Callable[[], Any]):
-    with pytest.raises(InvalidRequestError, match=r"s3://b/x; pass that as checkpoint_id"):
+    with pytest.raises(errors.InvalidRequestError, match=r"s3://b/x; pass that as checkpoint_id"):
         call()
 
 
@@ -150,7 +145,7 @@ def test_a_url_for_a_storage_of_paths_is_refused_with_the_way_out(call: Callable
 def test_a_url_for_the_hugging_face_writer_is_refused_with_the_way_out(tmp_path, monkeypatch, how):
     monkeypatch.chdir(tmp_path)
     writer = ray_dcp.HuggingFaceStorageWriter(how["path"])
-    with pytest.raises(InvalidRequestError, match=r"URL s3://b/x; save as it is.*export"):
+    with pytest.raises(errors.InvalidRequestError, match=r"URL s3://b/x; save as it is.*export"):
         ray_dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id=how.get("id"))
     assert not list(tmp_path.iterdir())
 
@@ -164,7 +159,7 @@ def test_what_the_hugging_face_writer_would_lose_is_refused_before_a_file_is_mad
         str(tmp_path), save_distributed=True, enable_consolidation=consolidates
     )
     told = "'note' is no tensor" + "; 'step' has no dimension, .* as 0" * consolidates
-    with pytest.raises(UnsupportedValueError, match=rf"{told}\. Leave them out.*export"):
+    with pytest.raises(errors.UnsupportedValueError, match=rf"{told}\. Leave them out.*export"):
         ray_dcp.save(values, storage_writer=writer)
     assert not list(tmp_path.rglob("*.*"))
     if not consolidates:
@@ -204,7 +199,7 @@ def sharded(path: Path, tensor: torch.Tensor, num: int) -> None:
 def test_a_shard_that_is_missing_is_noticed(tmp_path: Path):
     sharded(tmp_path, torch.arange(12.0).view(6, 2), 3)
     (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CoverageError):
+    with pytest.raises(errors.CoverageError):
         ray_dcp.load({"w": torch.zeros(6, 2)}, checkpoint_id=tmp_path)
 
 
@@ -230,7 +225,7 @@ def test_of_two_files_that_hold_one_tensor_the_index_decides_or_nobody(
     save_file({"w": value}, tmp_path / "model.safetensors")
     save_file({"w": value + 1}, tmp_path / "old.safetensors")
     told = r"(?s)'w'.*model\.safetensors.*old\.safetensors.*move the file away"
-    with pytest.raises(DamagedCheckpointError, match=told):
+    with pytest.raises(errors.DamagedCheckpointError, match=told):
         ray_dcp.load({"w": torch.zeros_like(value)}, checkpoint_id=tmp_path)
     assert not ray_dcp.verify(tmp_path).ok
     for file, expected in (("model", value), ("old", value + 1)):
@@ -273,7 +268,7 @@ def test_safetensors_are_refused_with_the_way_out_before_a_file_is_made(tmp_path
     how = {"serialization_format": filesystem.SerializationFormat.SAFETENSORS}
     writer = dcp.FileSystemWriter(tmp_path / "a", **how)
     told = r"but has SAFETENSORS.*ray_dcp\.export\(path, target, 'hf'\)"
-    with pytest.raises(InvalidRequestError, match=told):
+    with pytest.raises(errors.InvalidRequestError, match=told):
         ray_dcp.save({}, storage_writer=writer)
     assert not (tmp_path / "a").exists()
 
@@ -288,7 +283,7 @@ def test_what_the_caller_set_stands_against_the_writer(tmp_path):
 @pytest.mark.parametrize("thread_count", [0, -1, 1.5, "many"])
 def test_a_thread_count_that_is_none_is_named(tmp_path, thread_count):
     writer = dcp.FileSystemWriter(tmp_path, thread_count=thread_count)
-    with pytest.raises(InvalidRequestError, match="thread_count"):
+    with pytest.raises(errors.InvalidRequestError, match="thread_count"):
         decide_save(None, writer)
 
 
@@ -385,7 +380,7 @@ def test_an_id_moves_an_fsspec_writer_and_its_options_stay(tmp_path):
 
 
 def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():
-    with pytest.raises(InvalidRequestError, match=r"nosuch://x.*install the package"):
+    with pytest.raises(errors.InvalidRequestError, match=r"nosuch://x.*install the package"):
         decide_save(checkpoint_id="nosuch://x")
 
 
@@ -395,7 +390,7 @@ def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
             with pytest.raises(MissingTargetError, match="found neither") as raised:
                 decide(checkpoint_id=nothing)
             assert isinstance(raised.value, RuntimeError)
-            assert isinstance(raised.value, InvalidRequestError)
+            assert isinstance(raised.value, errors.InvalidRequestError)
 
 
 @pytest.mark.parametrize(
@@ -412,12 +407,12 @@ def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
     ],
 )
 def test_a_wrong_type_is_named(call, message, tmp_path):
-    with pytest.raises(InvalidRequestError, match=message):
+    with pytest.raises(errors.InvalidRequestError, match=message):
         call(tmp_path)
 
 
 def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
-    with pytest.raises(InvalidRequestError, match="OwnWriter does its own work"):
+    with pytest.raises(errors.InvalidRequestError, match="OwnWriter does its own work"):
         decide_save(None, OwnWriter(tmp_path), fsspec.filesystem("memory"))
 
 

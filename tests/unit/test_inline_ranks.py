@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from ray_dcp import errors
-from ray_dcp.commit_protocol.commands import (
-    CreateRecord,
-    Failed,
-)
+from ray_dcp.commit_protocol import commands
 from ray_dcp.commit_protocol.messages import (
     FileReceipt,
     MessageBatch,
@@ -287,8 +284,8 @@ def test_a_damaged_record_does_not_stop_a_save_but_one_that_must_not_overwrite(s
 
 def test_a_slot_whose_record_is_damaged_is_an_error_and_no_free_slot(storage):
     storage.write("manifest-00000001.json", b"rubbish")
-    result = perform(CreateRecord(Target(storage.url), 1, abort("a1")))
-    assert isinstance(result, Failed)
+    result = perform(commands.CreateRecord(Target(storage.url), 1, abort("a1")))
+    assert isinstance(result, commands.Failed)
     assert isinstance(result.error, DamagedCheckpointError)
 
 

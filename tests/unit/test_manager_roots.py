@@ -16,13 +16,7 @@ import torch
 
 import ray_dcp
 from ray_dcp import errors
-from ray_dcp.format.manifest import (
-    AbortRecord,
-    DeleteRecord,
-    decode_record,
-    encode_record,
-    record_key,
-)
+from ray_dcp.format import manifest
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
@@ -478,7 +472,7 @@ def without_aborts(monkeypatch):
     writes = MemoryStorage.write
 
     def write(self, key, data, **how):
-        if "/manifest-" in key and isinstance(decode_record(data), AbortRecord):
+        if "/manifest-" in key and isinstance(manifest.decode_record(data), manifest.AbortRecord):
             raise errors.StorageError("the network is gone")
         return writes(self, key, data, **how)
 
@@ -527,8 +521,8 @@ def test_the_record_of_a_deletion_that_failed_deletes_nothing_when_it_arrives(st
     writes = MemoryStorage.write
 
     def write(self, key, data, **how):
-        if "/manifest-" in key and isinstance(decode_record(data), DeleteRecord):
-            late.append(decode_record(data))
+        if "/manifest-" in key and isinstance(manifest.decode_record(data), manifest.DeleteRecord):
+            late.append(manifest.decode_record(data))
             raise errors.StorageError("the network is gone")
         return writes(self, key, data, **how)
 
@@ -705,11 +699,13 @@ def test_a_step_whose_commit_was_decided_against_is_not_there(tmp_path):
     step = tmp_path / "step-00000001"
     with ray_dcp.CheckpointManager(tmp_path, save_interval=1) as manager:
         manager.save(1, {"w": torch.ones(2)})
-    data = (step / record_key(1)).read_bytes()
-    attempt = decode_record(data).attempt
-    (step / record_key(2)).write_bytes(data)
-    late = encode_record(AbortRecord(attempt=attempt, reason="it was late", rank=None))
-    (step / record_key(1)).write_bytes(late)
+    data = (step / manifest.record_key(1)).read_bytes()
+    attempt = manifest.decode_record(data).attempt
+    (step / manifest.record_key(2)).write_bytes(data)
+    late = manifest.encode_record(
+        manifest.AbortRecord(attempt=attempt, reason="it was late", rank=None)
+    )
+    (step / manifest.record_key(1)).write_bytes(late)
     (tmp_path / FOLDER / CATALOGUE).unlink(missing_ok=True)
     with ray_dcp.CheckpointManager(tmp_path, read_only=True) as manager:
         assert manager.all_steps() == []

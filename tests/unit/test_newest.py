@@ -16,21 +16,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ray_dcp
-from ray_dcp import loading
+from ray_dcp import errors, loading
 from ray_dcp.commit_protocol.messages import LoadDone, OpKey, Target
-from ray_dcp.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    DeadlineError,
-    InvalidRequestError,
-    MissingKeyError,
-    ParticipantError,
-    RankDisagreementError,
-    StorageError,
-    UncommittedCheckpointError,
-    UnsafeCheckpointError,
-)
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime import rank_load
@@ -138,10 +125,10 @@ def test_bounds_choose_among_the_steps(run, bounds, step):
 def test_no_fallback_goes_beyond_the_bounds(run):
     spoil(run, 10, "data is gone")
     error = error_of(run.url, steps=StepRange(newer_than=9))
-    assert type(error) is DamagedCheckpointError
+    assert type(error) is errors.DamagedCheckpointError
     assert "step-9:" not in str(error)
     error = error_of(run.url, steps=StepRange(newer_than=10))
-    assert type(error) is CheckpointNotFoundError
+    assert type(error) is errors.CheckpointNotFoundError
     assert "newer than 10" in str(error)
 
 
@@ -150,7 +137,7 @@ def test_no_fallback_goes_beyond_the_bounds(run):
     [{"at_most": "9"}, {"newer_than": True}, {"at_most": 1.5}, {"at_most": 3, "newer_than": 3}],
 )
 def test_bounds_that_mean_nothing_are_refused(bounds):
-    with pytest.raises(InvalidRequestError, match=r"whole number|no step"):
+    with pytest.raises(errors.InvalidRequestError, match=r"whole number|no step"):
         StepRange(**bounds)
 
 
@@ -188,7 +175,7 @@ def test_damage_falls_back_to_the_next_older_step_on_all_ranks(run, how):
     assert found.step == 9
     ((path, error),) = found.skipped
     assert path == f"{run.url}/step-10"
-    assert isinstance(error, DamagedCheckpointError)
+    assert isinstance(error, errors.DamagedCheckpointError)
     assert key in str(error)
     spoil(run, 9, how)
     found = load(run.url)
@@ -223,9 +210,9 @@ def test_an_uncommitted_an_aborted_and_a_deleted_step_are_no_candidates(run):
     found = load(run.url)
     assert found.step == 9
     assert [(path, type(why)) for path, why in found.skipped] == [
-        (f"{run.url}/step-12", UncommittedCheckpointError),
-        (f"{run.url}/step-11", UncommittedCheckpointError),
-        (f"{run.url}/step-10", CheckpointNotFoundError),
+        (f"{run.url}/step-12", errors.UncommittedCheckpointError),
+        (f"{run.url}/step-11", errors.UncommittedCheckpointError),
+        (f"{run.url}/step-10", errors.CheckpointNotFoundError),
     ]
 
 
@@ -241,7 +228,7 @@ def test_a_step_that_is_gone_by_the_time_it_is_tried_is_passed_over(run, monkeyp
     monkeypatch.setattr(rank_load, "list_run", list_and_lose)
     found = load(run.url)
     assert found.step == 9
-    assert type(found.skipped[0][1]) is CheckpointNotFoundError
+    assert type(found.skipped[0][1]) is errors.CheckpointNotFoundError
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -269,14 +256,14 @@ def test_a_rank_that_is_lost_is_no_reason_to_fall_back(run, fate, damaged):
 
     error = error_of(run.url, 3, fate=lose_one)
     assert "rank 1" in f"{error} {getattr(error, '__notes__', '')}"
-    assert isinstance(error.failures[1][0], ParticipantError)
+    assert isinstance(error.failures[1][0], errors.ParticipantError)
     if not damaged:
-        assert isinstance(error, ParticipantError)
-        assert isinstance(error, DeadlineError) == (fate == "freeze")
+        assert isinstance(error, errors.ParticipantError)
+        assert isinstance(error, errors.DeadlineError) == (fate == "freeze")
     # A rank that is merely silent may be slow: it is missed when it does not come to the next try,
     # which is of the same step.
     assert "skipped" not in str(getattr(error, "__notes__", ""))
-    assert isinstance(error, DeadlineError) == (fate == "freeze")
+    assert isinstance(error, errors.DeadlineError) == (fate == "freeze")
 
 
 def test_a_slow_reader_has_its_time_before_the_next_step_is_given_up(torch_run, monkeypatch):
@@ -300,11 +287,13 @@ def test_a_storage_that_fails_is_no_reason_to_fall_back(run, operation):
     spoil(run, 10, "table is gone")
 
     def opened(target):
-        script = [Fault(operation=operation, key="*[pq]*", error=StorageError("[ETIMEDOUT] away"))]
+        script = [
+            Fault(operation=operation, key="*[pq]*", error=errors.StorageError("[ETIMEDOUT] away"))
+        ]
         return FaultyStorage(open_storage(target), script)
 
     error = error_of(run.url, openers={1: opened})
-    assert type(error) is StorageError
+    assert type(error) is errors.StorageError
     assert "away" in str(error)
     (note,) = [note for note in error.__notes__ if "skipped" in note]
     assert f"{run.url}/step-10" in note
@@ -312,15 +301,19 @@ def test_a_storage_that_fails_is_no_reason_to_fall_back(run, operation):
 
 def test_a_state_dict_that_does_not_fit_is_told_at_once(run):
     error = error_of(run.url, shapes=state_of(0, more=np.zeros(3)))
-    assert type(error) is MissingKeyError
+    assert type(error) is errors.MissingKeyError
     assert error.checkpoint_id == f"{run.url}/step-10"
 
 
 def test_an_error_with_another_cause_on_another_rank_does_not_fall_back():
-    damaged = DamagedCheckpointError("x", rank=0)
-    both = {0: (damaged, None), 1: (DamagedCheckpointError("y"), None)}
+    damaged = errors.DamagedCheckpointError("x", rank=0)
+    both = {0: (damaged, None), 1: (errors.DamagedCheckpointError("y"), None)}
     assert falls_back(damaged.with_failures(both))
-    for other in (ValueError("z"), ParticipantError("z"), CheckpointError("of a newer version")):
+    for other in (
+        ValueError("z"),
+        errors.ParticipantError("z"),
+        errors.CheckpointError("of a newer version"),
+    ):
         assert not falls_back(damaged.with_failures({**both, 2: (other, None)}))
 
 
@@ -330,7 +323,7 @@ def test_ranks_that_ask_for_other_things_are_told(run):
         {"runs": [run.url, f"{run.url}/"]},
     ):
         error = error_of(run.url, **how)
-        assert type(error) is RankDisagreementError
+        assert type(error) is errors.RankDisagreementError
         assert "newest step" in str(error)
 
 
@@ -341,7 +334,7 @@ def test_nothing_there_says_what_is_there(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.txt").write_bytes(b"x")
     error = error_of(str(tmp_path))
-    assert type(error) is CheckpointNotFoundError
+    assert type(error) is errors.CheckpointNotFoundError
     assert "logs/" in str(error)
     assert str(tmp_path) in str(error)
     assert "found nothing" in str(error_of(str(tmp_path / "no" / "such")))
@@ -350,9 +343,9 @@ def test_nothing_there_says_what_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("damaged", "kind"),
     [
-        ((), CheckpointNotFoundError),
-        ((9,), DamagedCheckpointError),
-        (STEPS, DamagedCheckpointError),
+        ((), errors.CheckpointNotFoundError),
+        ((9,), errors.DamagedCheckpointError),
+        (STEPS, errors.DamagedCheckpointError),
     ],
 )
 def test_where_no_step_loads_each_is_named_with_its_damage(run, damaged, kind):
@@ -368,11 +361,11 @@ def test_where_no_step_loads_each_is_named_with_its_damage(run, damaged, kind):
 
 def test_a_run_that_can_not_be_listed_fails_on_all_ranks(run, monkeypatch):
     def refuse(_):
-        raise StorageError("no access")
+        raise errors.StorageError("no access")
 
     monkeypatch.setattr(rank_load, "list_run", refuse)
     error = error_of(run.url, 3)
-    assert type(error) is StorageError
+    assert type(error) is errors.StorageError
     monkeypatch.setattr(rank_load, "list_run", lambda _: 1 / 0)
     assert "ZeroDivisionError" in str(error_of(run.url, 3))
 
@@ -476,7 +469,7 @@ def test_values_that_a_failed_step_overwrote_are_not_left_as_they_were(tmp_path)
 
     assert load_newest(target(), tmp_path, options=partial)[0].missing == ("y",)
     checkpoints.flip(damaged, damaged.stat().st_size - 5000)
-    with pytest.raises(MissingKeyError, match=r"may have overwritten.*'x'") as told:
+    with pytest.raises(errors.MissingKeyError, match=r"may have overwritten.*'x'") as told:
         ray_dcp.load_newest(target(), tmp_path, no_dist=True, options=partial)
     assert "'y'" not in str(told.value)
     assert "step-2" in str(told.value.__notes__)
@@ -503,7 +496,7 @@ def test_an_object_that_a_safe_load_refuses_is_not_passed_over(tmp_path):
     ray_dcp.save({"o": 1}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     with pytest.warns(UserWarning, match="Trouble"):
         ray_dcp.save({"o": Trouble()}, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    with pytest.raises(UnsafeCheckpointError, match="Trouble"):
+    with pytest.raises(errors.UnsafeCheckpointError, match="Trouble"):
         ray_dcp.load_newest({"o": None}, tmp_path, no_dist=True)
     state = {"o": None}
     report, _ = load_newest(state, tmp_path, options=LoadOptions(weights_only=False))

@@ -17,28 +17,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ray_dcp
-from ray_dcp.commit_protocol.commands import (
-    CollectReplaced,
-    CreateAbort,
-    CreateRecord,
-    Failed,
-    PublishMetadata,
-    ReadRecord,
-    RecordsRead,
-    SlotFree,
-    SlotTaken,
-    WriteTable,
-)
+from ray_dcp.commit_protocol import commands, messages
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.messages import (
-    LoadDone,
-    LoadJoin,
-    OpKey,
-    Refused,
-    SaveJoin,
-    SaveReceipt,
-    Target,
-)
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -121,7 +101,7 @@ def test_a_save_whose_files_only_their_rank_can_see_fails_and_names_them(tmp_pat
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_file_that_has_another_length_where_the_commit_is_made_fails_the_save(tmp_path, change):
     def performer(task):
-        if isinstance(task, WriteTable):
+        if isinstance(task, commands.WriteTable):
             (file,) = tmp_path.glob("__0_0.*")
             file.write_bytes((file.read_bytes() + b"x")[: file.stat().st_size + change])
         return perform(task)
@@ -207,7 +187,7 @@ def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_pa
     save(state_of(1), 1, path)
 
     def die_before_publishing(task):
-        if isinstance(task, PublishMetadata):
+        if isinstance(task, commands.PublishMetadata):
             raise RuntimeError("the coordinator is gone")
         return perform(task)
 
@@ -221,7 +201,7 @@ def test_files_of_a_stock_checkpoint_that_came_later_are_not_collected(tmp_path)
     save_stock(tmp_path, {"a": torch.zeros(13, 7)})
 
     def stock_saves_before_collecting(task):
-        if isinstance(task, CollectReplaced):
+        if isinstance(task, commands.CollectReplaced):
             save_stock(tmp_path, {"a": torch.ones(13, 7)})
         return perform(task)
 
@@ -267,8 +247,8 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_does_not_hide_a_comm
 
     def call(request):
         reply = session.call(request)
-        if isinstance(request, SaveReceipt):
-            return Refused(InternalError("the coordinator contradicted itself"))
+        if isinstance(request, messages.SaveReceipt):
+            return messages.Refused(InternalError("the coordinator contradicted itself"))
         return reply
 
     (rank,) = save_ranks(state_of(), 1, str(tmp_path))
@@ -281,9 +261,9 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_pa
     session, attempts = InlineSession(), []
 
     def call(request):
-        if isinstance(request, SaveReceipt):
+        if isinstance(request, messages.SaveReceipt):
             attempts.append(request.attempt)
-            return Refused(InternalError("the coordinator contradicted itself"))
+            return messages.Refused(InternalError("the coordinator contradicted itself"))
         return session.call(request)
 
     (rank,) = save_ranks(state_of(), 1, str(tmp_path))
@@ -293,15 +273,15 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_pa
 
 
 def test_a_rank_waits_as_long_as_its_coordinator_may_take_and_not_much_longer():
-    key, target = OpKey("s", 0), Target("memory://x")
+    key, target = messages.OpKey("s", 0), messages.Target("memory://x")
     saving = SaveOptions(plan_timeout_s=1000, write_timeout_s=2000, commit_timeout_s=500)
     loading = LoadOptions(plan_timeout_s=1000, read_timeout_s=2000)
     # joining, sending rows twice, reading and planning; the storage is read.
-    assert 5000 < longest_s(SaveJoin(key, 0, 2, target, saving, b""), saving) < 5300
-    assert 3000 < longest_s(LoadJoin(key, 0, 2, target, loading), loading) < 3300
+    assert 5000 < longest_s(messages.SaveJoin(key, 0, 2, target, saving, b""), saving) < 5300
+    assert 3000 < longest_s(messages.LoadJoin(key, 0, 2, target, loading), loading) < 3300
     # writing, then building, table, record, publishing and collecting.
-    assert 4500 < longest_s(SaveReceipt(key, 0, "a", 1), saving) < 4800
-    assert 3000 < longest_s(LoadDone(key, 0), loading) < 3300
+    assert 4500 < longest_s(messages.SaveReceipt(key, 0, "a", 1), saving) < 4800
+    assert 3000 < longest_s(messages.LoadDone(key, 0), loading) < 3300
 
 
 # The one error of all ranks
@@ -310,12 +290,12 @@ def test_a_rank_waits_as_long_as_its_coordinator_may_take_and_not_much_longer():
 def test_a_rank_that_comes_after_others_disagreed_is_told_what_they_were_told():
     play = Play(world_size=4)
     play.join(0)
-    play.join(1, target=Target("memory://other"))
+    play.join(1, target=messages.Target("memory://other"))
     play.expire()
     told = play.errors("SaveJoin")[0]
     assert type(told) is RankDisagreementError
     assert play.join(2).error is told
-    assert play.join(3, target=Target("memory://third")).error is told
+    assert play.join(3, target=messages.Target("memory://third")).error is told
 
 
 def test_an_error_of_the_coordinators_work_names_the_checkpoint():
@@ -323,7 +303,7 @@ def test_an_error_of_the_coordinators_work_names_the_checkpoint():
     play.join(0)
     play.join(1)
     failed = PlanConflictError("'w' differs")
-    play.done(Failed(failed))
+    play.done(commands.Failed(failed))
     assert {error.checkpoint_id for error in play.errors("SaveJoin").values()} == {"memory://ckpt"}
     assert failed.checkpoint_id is None
 
@@ -332,12 +312,16 @@ def test_an_error_on_the_way_to_the_coordinator_names_the_checkpoint():
     def out_of_reach(request):
         raise ParticipantError("the coordinator is gone")
 
-    target, here = Target("memory://ckpt"), {"rank": 0, "world_size": 1}
+    target, here = messages.Target("memory://ckpt"), {"rank": 0, "world_size": 1}
     save = save_rank(
-        OpKey("s", 0), target=target, options=SaveOptions(), capture=lambda: None, **here
+        messages.OpKey("s", 0), target=target, options=SaveOptions(), capture=lambda: None, **here
     )
     load = load_rank(
-        OpKey("s", 1), target=target, options=LoadOptions(), plan=lambda found: None, **here
+        messages.OpKey("s", 1),
+        target=target,
+        options=LoadOptions(),
+        plan=lambda found: None,
+        **here,
     )
     for steps in (save, load):
         with pytest.raises(ParticipantError) as caught:
@@ -435,9 +419,9 @@ def test_a_record_that_is_there_before_is_not_replaced(place):
     save_without(place, OLD)
     theirs = place.read(record_key(1))
     record = encode_record(AbortRecord(attempt=new_attempt(), reason="late", rank=0))
-    task = CreateRecord(Target(place.url), 1, record, create_if_absent=False)
+    task = commands.CreateRecord(messages.Target(place.url), 1, record, create_if_absent=False)
     found = perform(task, opener=opener(place))
-    assert isinstance(found, SlotTaken)
+    assert isinstance(found, commands.SlotTaken)
     assert found.attempt == decode_record(theirs).attempt
     assert found.record == place.read(record_key(1)) == theirs
 
@@ -539,7 +523,7 @@ def test_a_rank_without_its_coordinator_only_looks(place, there):
 
     def to_the_next_life(generator):
         request = next(generator)
-        while not isinstance(request, SaveReceipt):
+        while not isinstance(request, messages.SaveReceipt):
             request = generator.send((yield request))
         asked.append(request.attempt)
         try:
@@ -566,12 +550,12 @@ def test_a_rank_without_its_coordinator_only_looks(place, there):
 def test_a_commit_that_may_still_arrive_is_not_declared_failed(create_if_absent):
     """An abort keeps a late manifest out only where a record is created if absent."""
     play = Play()
-    play.to_record(RecordsRead(0, None, None, (), create_if_absent=create_if_absent))
-    while isinstance(play.task, CreateRecord):
+    play.to_record(commands.RecordsRead(0, None, None, (), create_if_absent=create_if_absent))
+    while isinstance(play.task, commands.CreateRecord):
         play.fail(StorageError("the answer was lost"))
-        if isinstance(play.task, ReadRecord):
-            play.done(SlotFree(1))
-    assert isinstance(play.task, CreateAbort) == create_if_absent
+        if isinstance(play.task, commands.ReadRecord):
+            play.done(commands.SlotFree(1))
+    assert isinstance(play.task, commands.CreateAbort) == create_if_absent
     if not create_if_absent:
         assert play.task is None
         errors = play.errors("SaveReceipt")
@@ -618,7 +602,7 @@ def one_save(url, session, *, opener=None, state=None, **options):
     with Activity(session, 60.0) as activity:
         return drive(
             save_rank(
-                activity.next_key(), rank=0, world_size=1, target=Target(url),
+                activity.next_key(), rank=0, world_size=1, target=messages.Target(url),
                 options=SaveOptions(**options), progress=activity.progress,
                 capture=lambda: ArrayCapture(state or state_of(1), 0, 1), **more,
             ),
@@ -630,7 +614,7 @@ def one_load(url, session, *, opener, **options):
     with Activity(session, 60.0) as activity:
         return drive(
             load_rank(
-                activity.next_key(), rank=0, world_size=1, target=Target(url),
+                activity.next_key(), rank=0, world_size=1, target=messages.Target(url),
                 options=LoadOptions(**options), opener=opener, progress=activity.progress,
                 plan=lambda c: ArrayWork(c, state_of(1), 0, 1),
             ),
@@ -732,7 +716,7 @@ def test_a_rank_without_coordinator_does_not_wait_for_a_storage_that_hangs(url, 
     session = InlineSession()
 
     def call(request):
-        if isinstance(request, SaveReceipt):
+        if isinstance(request, messages.SaveReceipt):
             raise ParticipantError("the coordinator is gone")
         return session.call(request)
 
@@ -768,7 +752,7 @@ def test_a_rank_whose_coordinator_is_given_up_while_it_writes_asks_the_storage_a
     threading.Thread(target=give_up, daemon=True).start()
     with pytest.raises(ParticipantError, match="the coordinator died") as caught:
         drive(rank, call)
-    assert [type(request) for request in asked] == [SaveJoin]
+    assert [type(request) for request in asked] == [messages.SaveJoin]
     assert caught.value.checkpoint_id == url
     assert keys(url) == ["manifest-00000001.json"]
 
@@ -838,14 +822,14 @@ def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
     saving = threading.Thread(target=run)
     saving.start()
     assert held.reached.wait(PATIENCE_S)
-    assert session.cancel(OpKey("inline", 0), "enough")
-    assert session.cancel(OpKey("inline", 0), "enough")
+    assert session.cancel(messages.OpKey("inline", 0), "enough")
+    assert session.cancel(messages.OpKey("inline", 0), "enough")
     saving.join(PATIENCE_S)
     assert "enough" in came[0].message
     held.open()
     assert eventually(lambda: not [k for k in keys(url) if k.endswith(".distcp")])
     one_save(url, session)
-    assert not session.cancel(OpKey("inline", 1), "too late")
+    assert not session.cancel(messages.OpKey("inline", 1), "too late")
     load_and_check(state_of(1), 1, url)
 
 

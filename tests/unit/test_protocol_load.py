@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ray_dcp import saving
+from ray_dcp import errors, saving
 from ray_dcp.commit_protocol.commands import ReadCheckpoint, ShareReads
 from ray_dcp.commit_protocol.load import (
     MOST_SENT_BYTES,
@@ -38,18 +38,6 @@ from ray_dcp.commit_protocol.messages import (
     Untaken,
 )
 from ray_dcp.commit_protocol.operation import GRACE_S
-from ray_dcp.errors import (
-    CheckpointNotFoundError,
-    DeadlineError,
-    InternalError,
-    InvalidRequestError,
-    LimitError,
-    ParticipantError,
-    RankDisagreementError,
-    SaveCancelledError,
-    StorageError,
-    UnsafeCheckpointError,
-)
 from ray_dcp.io import shared_read
 from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
@@ -125,19 +113,19 @@ def test_the_outcome_sums_the_bytes_of_all_ranks_each_once():
 
 
 def fails_to_join(play):
-    play.join_load(0, error=StorageError("mine"))
+    play.join_load(0, error=errors.StorageError("mine"))
     play.join_load(1)
 
 
 def fails_to_plan(play):
     to_planning(play)
     play.send(LoadReady(KEY, 1))
-    play.send(LoadReady(KEY, 0, StorageError("mine")))
+    play.send(LoadReady(KEY, 0, errors.StorageError("mine")))
 
 
 def fails_to_read(play):
     to_reading(play)
-    play.send(LoadDone(KEY, 0, error=StorageError("mine")))
+    play.send(LoadDone(KEY, 0, error=errors.StorageError("mine")))
     assert play.timer.after_s == GRACE_S
     play.send(LoadDone(KEY, 1, ReadCounts(5, 5)))
 
@@ -157,11 +145,11 @@ def dies_while_reading(play):
 @pytest.mark.parametrize(
     ("fail", "step", "kind"),
     [
-        (fails_to_join, "LoadJoin", StorageError),
-        (fails_to_plan, "LoadReady", StorageError),
-        (fails_to_read, "LoadDone", StorageError),
-        (dies_while_planning, "LoadReady", ParticipantError),
-        (dies_while_reading, "LoadDone", ParticipantError),
+        (fails_to_join, "LoadJoin", errors.StorageError),
+        (fails_to_plan, "LoadReady", errors.StorageError),
+        (fails_to_read, "LoadDone", errors.StorageError),
+        (dies_while_planning, "LoadReady", errors.ParticipantError),
+        (dies_while_reading, "LoadDone", errors.ParticipantError),
     ],
 )
 def test_what_happens_to_one_rank_ends_the_load_on_all(fail, step, kind):
@@ -176,8 +164,8 @@ def test_what_the_storage_says_is_told_to_all_and_a_rank_that_has_read_may_go():
     play = Play()
     play.join_load(0)
     play.join_load(1)
-    play.fail(CheckpointNotFoundError("nothing here"))
-    assert {type(e) for e in play.errors("LoadJoin").values()} == {CheckpointNotFoundError}
+    play.fail(errors.CheckpointNotFoundError("nothing here"))
+    assert {type(e) for e in play.errors("LoadJoin").values()} == {errors.CheckpointNotFoundError}
     play = Play()
     to_reading(play)
     play.send(LoadDone(KEY, 1))
@@ -204,7 +192,7 @@ def test_every_wait_for_ranks_has_a_deadline_that_names_them(arrive, step, said)
     arrive(play)
     play.expire()
     error = play.errors(step)[0]
-    assert type(error) is DeadlineError
+    assert type(error) is errors.DeadlineError
     assert error.rank == 1
     assert said in error.message
 
@@ -214,7 +202,7 @@ def test_a_storage_that_does_not_show_the_checkpoint_in_time_ends_the_load():
     play.join_load(0)
     play.join_load(1)
     play.expire()
-    assert type(play.errors("LoadJoin")[1]) is DeadlineError
+    assert type(play.errors("LoadJoin")[1]) is errors.DeadlineError
     play.done(FOUND)
     assert play.coordination.active == ()
 
@@ -222,7 +210,7 @@ def test_a_storage_that_does_not_show_the_checkpoint_in_time_ends_the_load():
 def test_steps_out_of_order_are_refused_and_change_nothing():
     play = Play()
     play.join_load(0)
-    with pytest.raises(InternalError, match="LoadJoin of rank 0"):
+    with pytest.raises(errors.InternalError, match="LoadJoin of rank 0"):
         play.send(LoadDone(KEY, 0))
     play.join_load(1)
     assert play.task == ReadCheckpoint(TARGET)
@@ -231,7 +219,7 @@ def test_steps_out_of_order_are_refused_and_change_nothing():
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_outside_its_world_is_refused(rank, world_size):
     play = Play()
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(errors.InvalidRequestError):
         play.send(LoadJoin(KEY, rank, world_size, TARGET, LoadOptions()))
     assert play.coordination.active == ()
 
@@ -262,18 +250,18 @@ def test_an_exchange_with_other_tags_or_content_disagrees():
     assert play.timer.after_s == GRACE_S
     play.expire()
     error = play.reply(1, "Exchange").error
-    assert type(error) is RankDisagreementError
+    assert type(error) is errors.RankDisagreementError
     assert play.reply(0, "Exchange").error is error
     assert "'plans'" in error.message
     assert "'metadata'" in error.message
     play = Play(world_size=3)
     play.send(exchange(0, {}))
-    assert type(play.send(exchange(0, {1: b""})).error) is RankDisagreementError
+    assert type(play.send(exchange(0, {1: b""})).error) is errors.RankDisagreementError
 
 
 @pytest.mark.parametrize(
     ("outbox", "error", "said"),
-    [({}, StorageError("mine"), "mine"), ({5: b""}, None, "rank 5")],
+    [({}, errors.StorageError("mine"), "mine"), ({5: b""}, None, "rank 5")],
     ids=["an error", "bytes for a rank outside the world"],
 )
 def test_what_is_wrong_with_one_rank_fails_an_exchange_on_all(outbox, error, said):
@@ -360,7 +348,7 @@ def test_behind_one_cache_it_is_not_even_thought_about(cached, nodes, asks):
 def test_a_load_goes_on_without_sharing_when_it_is_not_decided(fails):
     play = deciding()
     if fails:
-        play.fail(StorageError("no memory"))
+        play.fail(errors.StorageError("no memory"))
     else:
         play.expire()
         shared(play)  # too late, and dropped
@@ -506,7 +494,7 @@ def test_a_load_that_failed_elsewhere_ends_the_wait():
 
     def check() -> None:
         if stop.is_set():
-            raise SaveCancelledError("failed elsewhere")
+            raise errors.SaveCancelledError("failed elsewhere")
 
     class Deaf(ThreadExchange):
         def offer(self, unit, ranks, data):
@@ -516,7 +504,7 @@ def test_a_load_that_failed_elsewhere_ends_the_wait():
 
     mine = a_relay(Deaf(Board(), 0), 0, budget_bytes=10, check=check)
     mine.start()
-    with pytest.raises(SaveCancelledError):
+    with pytest.raises(errors.SaveCancelledError):
         mine.read_into("f", 0, memoryview(bytearray(30)))
 
 
@@ -526,7 +514,7 @@ def test_a_reader_whose_storage_fails_tells_so_and_finds_out_itself():
     board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
     mine._inner.delete(["f"])
     mine.start()
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         mine.read_into("f", 0, memoryview(bytearray(30)))
     mine.finish(failed=True)
     assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
@@ -549,7 +537,7 @@ def test_a_reader_without_a_thread_fails_and_keeps_nobody_waiting(no_threads):
     board = Board()
     mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
     board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
-    with pytest.raises(LimitError, match="start a thread"):
+    with pytest.raises(errors.LimitError, match="start a thread"):
         mine.start()
     mine.finish(failed=True)
     assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
@@ -557,9 +545,9 @@ def test_a_reader_without_a_thread_fails_and_keeps_nobody_waiting(no_threads):
 
 def test_shared_reads_fail_without_a_thread_that_hears_of_them(no_threads):
     def out_of_reach() -> None:
-        raise ParticipantError("no coordinator")
+        raise errors.ParticipantError("no coordinator")
 
-    with pytest.raises(LimitError, match="start a thread"):
+    with pytest.raises(errors.LimitError, match="start a thread"):
         RayTransport(out_of_reach, KEY, 0).enter(one_share(0, 2), lambda unit: None)
 
 
@@ -590,12 +578,12 @@ def test_a_rank_that_can_not_load_keeps_nobody_waiting_for_what_it_would_read(
 
     def refuse(work: ArrayWork, name: str, data: bytes) -> None:
         if work is works[0]:
-            raise UnsafeCheckpointError("no such object on this rank")
+            raise errors.UnsafeCheckpointError("no such object on this rank")
         place(work, name, data)
 
     monkeypatch.setattr(ArrayWork, "_place", refuse)
     ended = run_as_ranks(
         lambda rank: drive(ranks[rank], saving.current_session(None, False).call), 2
     )
-    assert [type(error) for error in ended] == [UnsafeCheckpointError] * 2
+    assert [type(error) for error in ended] == [errors.UnsafeCheckpointError] * 2
     assert works[1].finished

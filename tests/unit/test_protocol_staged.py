@@ -20,6 +20,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from ray_dcp import InternalError
+from ray_dcp.commit_protocol import messages
 from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
@@ -39,18 +40,6 @@ from ray_dcp.commit_protocol.liveness import (
     Doing,
     Heartbeat,
     HeartbeatAck,
-)
-from ray_dcp.commit_protocol.messages import (
-    Ack,
-    Left,
-    OpKey,
-    PartsHeld,
-    PartsWritten,
-    Refused,
-    SaveGo,
-    SaveOutcome,
-    SaveStaged,
-    Target,
 )
 from ray_dcp.errors import (
     CheckpointExistsError,
@@ -75,14 +64,14 @@ class StagedPlay(Play):
         return self.join(rank, options=options or self.options, staged=True, **changed)
 
     def held(self, rank, *, key=KEY, attempt="a1", epoch=1):
-        return self.send(PartsHeld(key, rank, attempt, epoch, f"s{rank}"))
+        return self.send(messages.PartsHeld(key, rank, attempt, epoch, f"s{rank}"))
 
     def written(self, rank, *files, key=KEY, error=None, attempt="a1"):
         receipts = tuple(map(receipt_file, files))
-        return self.send(PartsWritten(key, rank, attempt, 1, receipts, error))
+        return self.send(messages.PartsWritten(key, rank, attempt, 1, receipts, error))
 
     def staged(self, rank, *, key=KEY, error=None, attempt="a1"):
-        return self.send(SaveStaged(key, rank, attempt, 1, error))
+        return self.send(messages.SaveStaged(key, rank, attempt, 1, error))
 
     def lose_stager(self, stager):
         return self._take(self.coordination.stager_lost(stager, "it died"))
@@ -125,13 +114,13 @@ class StagedPlay(Play):
         self.to_writing(**changed)
         key = changed.get("key", KEY)
         for rank in range(self.world_size):
-            assert self.held(rank, key=key) == Ack()
+            assert self.held(rank, key=key) == messages.Ack()
             assert self.staged(rank, key=key) is None
 
     def write_all(self, *, ranks=None, key=KEY, attempt="a1"):
         for rank in range(self.world_size) if ranks is None else ranks:
             for file in (2 * rank, 2 * rank + 1):
-                assert self.written(rank, file, key=key, attempt=attempt) == Ack()
+                assert self.written(rank, file, key=key, attempt=attempt) == messages.Ack()
 
 
 @pytest.fixture
@@ -162,15 +151,15 @@ def test_it_commits_when_every_file_has_a_receipt(play, staged_first):
         assert play.staged(0) is None
     task = commit(play)
     assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
-    assert isinstance(play.reply(0, "SaveStaged"), SaveOutcome)
-    assert isinstance(play.staged(1), SaveOutcome)
+    assert isinstance(play.reply(0, "SaveStaged"), messages.SaveOutcome)
+    assert isinstance(play.staged(1), messages.SaveOutcome)
 
 
 def fails(play, *, expire=True):
     """Ends a save that fails; returns its error, which all who wait get."""
     play.end_abort(expire=expire)
     errors = [play.reply(rank, "SaveStaged") for rank in range(2)]
-    (error,) = {reply.error for reply in errors if isinstance(reply, Refused)}
+    (error,) = {reply.error for reply in errors if isinstance(reply, messages.Refused)}
     return error
 
 
@@ -190,14 +179,14 @@ def test_a_rank_whose_bytes_are_not_held_fails_the_save(play, how):
 def test_a_file_that_is_reported_twice_counts_once(play):
     play.to_staged()
     play.write_all()
-    assert play.written(0, 0, 1) == Ack()
+    assert play.written(0, 0, 1) == messages.Ack()
     task = commit(play)
     assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
 
 
 def test_a_file_that_its_rank_does_not_write_counts_for_nobody(play):
     play.to_staged()
-    assert play.written(0, 2) == Ack()
+    assert play.written(0, 2) == messages.Ack()
     play.write_all()
     assert [receipt.file for receipt in commit(play).receipts] == [0, 1, 2, 3]
 
@@ -224,8 +213,8 @@ def test_files_that_a_stager_does_not_write_are_blamed_on_it_at_the_deadline(pla
 
 # --- the queue ----------------------------------------------------------------------------------
 
-SECOND = OpKey("run", 1)
-ELSEWHERE = Target("memory://other")
+SECOND = messages.OpKey("run", 1)
+ELSEWHERE = messages.Target("memory://other")
 
 
 def join_second(play, **options):
@@ -248,7 +237,7 @@ def test_a_save_waits_until_the_one_before_has_ended(play, fails):
     assert isinstance(play.task, ReadRecords)
     play.done(NOTHING)
     play.done(planned(2, files=2))
-    assert isinstance(play.reply(0, "SaveJoin", key=SECOND), SaveGo)
+    assert isinstance(play.reply(0, "SaveJoin", key=SECOND), messages.SaveGo)
 
 
 def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
@@ -272,7 +261,7 @@ def test_a_queued_save_that_a_rank_has_left_is_not_begun(play, how):
     for play.now_s in range(0, 100, 5):
         play.coordination.heartbeat(Heartbeat("run", 1, 60.0, (both,)))
         # Rank 0 has left the second save for a third one, for which it sends heartbeats.
-        left = (Left(SECOND, "it waited for long"),) if how == "says so" else ()
+        left = (messages.Left(SECOND, "it waited for long"),) if how == "says so" else ()
         beat = Heartbeat("run", 0, 60.0, (third,), left=left)
         if how != "is heard no more":
             play.coordination.heartbeat(beat)
@@ -356,7 +345,7 @@ class Resumed(StagedPlay):
 
     def say_again(self):
         for rank in range(self.world_size):
-            assert self.held(rank) == Ack()
+            assert self.held(rank) == messages.Ack()
             self.staged(rank)
         self.write_all()
 
@@ -402,7 +391,7 @@ def test_a_save_is_taken_up_twice_and_committed_under_the_newest_epoch(resumed):
     task = commit(third)
     assert (task.attempt, task.epoch) == ("a1", 3)
     assert {file.file for file in task.receipts} == {0, 1, 2, 3}
-    assert isinstance(third.reply(0, "SaveStaged"), SaveOutcome)
+    assert isinstance(third.reply(0, "SaveStaged"), messages.SaveOutcome)
 
 
 @pytest.mark.parametrize("late", ["before its rank waits", "after its rank waits"])
@@ -413,8 +402,10 @@ def test_a_stager_that_reports_late_takes_nothing_from_the_one_that_holds_the_by
     if late == "before its rank waits":
         resumed.held(0)
     else:
-        resumed.send(SaveStaged(KEY, 0, "a1", 1, held=PartsHeld(KEY, 0, "a1", 1, "s0")))
-    assert resumed.send(PartsHeld(KEY, 0, "a1", 1, "s9")) == Ack()
+        resumed.send(
+            messages.SaveStaged(KEY, 0, "a1", 1, held=messages.PartsHeld(KEY, 0, "a1", 1, "s0"))
+        )
+    assert resumed.send(messages.PartsHeld(KEY, 0, "a1", 1, "s9")) == messages.Ack()
     assert resumed.coordination.held_by("s0") == {KEY: [0]}
     resumed.lose_stager("s9")
     resumed.say_again()
@@ -428,7 +419,7 @@ def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(re
     resumed.write_all(ranks=[0])
     resumed.end_abort()
     refused = resumed.reply(1, "SaveJoin")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, messages.Refused)
     assert "was restarted" in refused.error.message
 
 
@@ -441,7 +432,7 @@ def taken_up(play, outcome=None):
 @pytest.mark.parametrize(
     ("outcome", "told"),
     [
-        (OutcomeRead(3, b"manifest"), SaveOutcome),
+        (OutcomeRead(3, b"manifest"), messages.SaveOutcome),
         # An abort record, or a commit that was replaced: each rank reads which.
         (OutcomeRead(3), CommitUnknownError),
     ],
@@ -455,7 +446,7 @@ def test_a_save_that_storage_has_decided_is_dropped_and_the_next_one_begins_only
     assert resumed.reply(0, "SaveJoin", key=SECOND) is None
     resumed.told(outcome)
     reply = resumed.reply(0, "SaveStaged")
-    assert isinstance(reply.error if isinstance(reply, Refused) else reply, told)
+    assert isinstance(reply.error if isinstance(reply, messages.Refused) else reply, told)
     assert resumed.coordination.active == (SECOND,)
     assert isinstance(resumed.task, ReadRecords)
 
@@ -468,7 +459,7 @@ def test_a_save_that_nothing_decides_goes_on_where_it_was_taken_up(play, outcome
     if outcome is None:
         resumed.told(OutcomeRead(3))  # late: the vote decides
     commit(resumed)
-    assert isinstance(resumed.reply(1, "SaveStaged"), SaveOutcome)
+    assert isinstance(resumed.reply(1, "SaveStaged"), messages.SaveOutcome)
 
 
 def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit_it(play):
@@ -578,7 +569,7 @@ def planned_save(world_size=2):
 
 
 def held(rank, stager=None):
-    return PartsHeld(KEY, rank, "a1", 1, f"s{rank if stager is None else stager}#0")
+    return messages.PartsHeld(KEY, rank, "a1", 1, f"s{rank if stager is None else stager}#0")
 
 
 def keep_plan(cluster, play, *ranks):
@@ -588,7 +579,7 @@ def keep_plan(cluster, play, *ranks):
         actor = Actor(play)
         for rank in ranks:
             cluster.add(rank).sealed = [rank]
-            assert await actor.call(held(rank)) == Ack()
+            assert await actor.call(held(rank)) == messages.Ack()
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())
@@ -619,7 +610,7 @@ def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
         assert not call.done()
         assert not again.done()
         cluster.is_open.set()
-        assert await call == await again == Ack()
+        assert await call == await again == messages.Ack()
         return dict(cluster.store)
 
     # As it was when the rank was told: everybody may die now.
@@ -649,7 +640,7 @@ def test_where_the_plan_is_not_taken_the_rank_is_told_with_a_warning_and_it_is_a
         return told
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(story()) == Ack()
+        assert asyncio.run(story()) == messages.Ack()
     assert "Ray's control store did not take its plan" in caplog.text
     assert another_coordinator().active == (KEY,)
 
@@ -681,7 +672,7 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         actor = Actor(after)
         await actor._plans.resume()
         # Its rank waits already, and says once more who holds its bytes.
-        staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
+        staged = messages.SaveStaged(KEY, 1, "a1", 1, held=held(1))
         call = asyncio.ensure_future(actor.call(staged))
         await actor.settled()
         await asyncio.gather(*actor._tasks)
@@ -756,7 +747,7 @@ def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(clu
         after = StagedPlay(epoch=2)
         actor = Actor(after)
         actor._resumed.clear()
-        left = Heartbeat(KEY.session, 0, 60.0, left=(Left(KEY, "Ctrl-C", True),))
+        left = Heartbeat(KEY.session, 0, 60.0, left=(messages.Left(KEY, "Ctrl-C", True),))
         if how == "leave":
             assert not (await actor.beat(left)).is_up_to_date  # and so it says it again
         cancel = partial(actor.cancel, KEY, "the user")
@@ -785,7 +776,7 @@ def test_a_save_that_was_cancelled_before_it_is_taken_up_is_cancelled_then(clust
 # --- Reports to a coordinator that is out of reach ------------------------------------------------
 
 
-REPORT = PartsWritten(KEY, 0, "a1", 1)
+REPORT = messages.PartsWritten(KEY, 0, "a1", 1)
 REFUSED = RayTaskError("call", "trace", ValueError("no"))
 
 

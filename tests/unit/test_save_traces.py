@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.cli.showing import chrome_trace, gantt
+from ray_dcp.commit_protocol import messages
 from ray_dcp.commit_protocol.commands import Answer, MakePlan, Perform, PublishMetadata
-from ray_dcp.commit_protocol.messages import (
-    FileReceipt,
-    OpKey,
-    SaveGo,
-    SaveJoin,
-    SaveReceipt,
-    Target,
-)
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import (
@@ -45,21 +38,23 @@ from ray_dcp.store.storage import MemoryStorage
 from tests.support import checkpoints, cli_story
 
 ATTEMPT = "0123456789abcdef"
-KEY = OpKey("s", 0)
+KEY = messages.OpKey("s", 0)
 PLAN = MakePlan((), 1)
 NO_CHECKS = np.zeros(0, np.uint64)
 
 
 def join(rank: int, *, staged: bool = False, url: str = "memory://x"):
-    return SaveJoin(KEY, rank, 2, Target(url), SaveOptions(), b"", None, staged, capture_s=0.5)
+    return messages.SaveJoin(
+        KEY, rank, 2, messages.Target(url), SaveOptions(), b"", None, staged, capture_s=0.5
+    )
 
 
 def go(rank: int, attempt: str = ATTEMPT) -> Answer:
-    return Answer(KEY, (rank,), "SaveJoin", SaveGo(attempt, 1, part=RankPlan(rank, ())))
+    return Answer(KEY, (rank,), "SaveJoin", messages.SaveGo(attempt, 1, part=RankPlan(rank, ())))
 
 
-def receipt(file: int, num_bytes: int) -> FileReceipt:
-    return FileReceipt(file, f"f{file}", num_bytes, b"")
+def receipt(file: int, num_bytes: int) -> messages.FileReceipt:
+    return messages.FileReceipt(file, f"f{file}", num_bytes, b"")
 
 
 def many(n: int, late: dict[int, float] | None = None):
@@ -155,12 +150,14 @@ def test_the_notes_of_a_save_become_its_phases():
     recorder.performed(PLAN, 11.0, 11.5)
     for rank in (0, 1):
         recorder.record_answer(go(rank), 12.0)
-    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
     recorder.record_request(
-        SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0
+        messages.SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0
+    )
+    recorder.record_request(
+        messages.SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0
     )  # again
-    recorder.record_request(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
-    recorder.record_request(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
+    recorder.record_request(messages.SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
+    recorder.record_request(messages.SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
     trace = recorder.trace(committed_s=16.0)
     assert trace is not None
     assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
@@ -186,8 +183,8 @@ def test_the_notes_of_a_save_become_its_phases():
 def noted(tracing: Tracing, **options: object) -> Perform:
     tracing.record_request(join(0, **options))
     tracing.record_answer(go(0))
-    tracing.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
-    return Perform(KEY, PublishMetadata(Target("memory://trace-file"), 1, None))
+    tracing.record_request(messages.SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
+    return Perform(KEY, PublishMetadata(messages.Target("memory://trace-file"), 1, None))
 
 
 def test_the_trace_is_written_while_metadata_is_published():
@@ -202,7 +199,7 @@ def test_the_trace_is_written_while_metadata_is_published():
 
 
 def test_a_storage_that_refuses_the_trace_changes_nothing(caplog: pytest.LogCaptureFixture):
-    def refuses(_: Target):
+    def refuses(_: messages.Target):
         raise ray_dcp.StorageError("no space left")
 
     tracing = Tracing(opener=refuses)

@@ -12,14 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import (
-    DeadlineError,
-    LimitError,
-    ParticipantError,
-    SaveCancelledError,
-    StorageError,
-)
 from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging
@@ -163,7 +157,7 @@ def test_a_rank_that_dies_in_the_middle_is_reported_and_its_room_comes_back(plac
     rank.fill()
     node.queue.process_died("p0")
     assert node.idle()
-    assert [type(report.error) for report in node.reports] == [ParticipantError]
+    assert [type(report.error) for report in node.reports] == [errors.ParticipantError]
     assert not list(Path(places[0].url).rglob("*"))
 
 
@@ -174,9 +168,9 @@ def test_a_cancelled_save_frees_its_room_only_when_the_rank_has_stopped_filling_
     assert node.queue.awaits(rank.order.key)
     node.queue.cancel(rank.order.key)
     assert not node.queue.awaits(rank.order.key)
-    with pytest.raises(SaveCancelledError):
+    with pytest.raises(errors.SaveCancelledError):
         node.queue.more(rank.order.key, 9).result(180)
-    with pytest.raises(SaveCancelledError):
+    with pytest.raises(errors.SaveCancelledError):
         node.queue.seal(rank.order.key).result(180)
     assert eventually(lambda: not list(Path(places[0].url).glob("*")))
     # The first window was delivered, the rank may still fill the two others.
@@ -199,7 +193,7 @@ def test_what_is_handed_over_is_written_though_its_rank_is_dead(places):
 
 def test_a_storage_that_fails_is_reported_and_all_room_comes_back(places):
     def refuse(target):
-        raise StorageError("no space left")
+        raise errors.StorageError("no space left")
 
     node = Node(4, opener=refuse)
     rank = node.rank(share([3 * MIB] * 6), places[0])
@@ -306,12 +300,12 @@ def test_a_transfer_that_fails_leaves_no_object(places, monkeypatch):
     def put(self, parts):
         put_by.append(self)
         if len(put_by) > 3:
-            raise StorageError("no room")
+            raise errors.StorageError("no room")
         return real(self, parts)
 
     real = Link.put
     monkeypatch.setattr(Link, "put", put)
-    with pytest.raises(StorageError, match="no room") as caught:
+    with pytest.raises(errors.StorageError, match="no room") as caught:
         staged(node, share([3 * MIB] * 4), places[0])
     assert eventually(lambda: not put_by[0].alive)
     assert node.idle()
@@ -350,7 +344,7 @@ def test_no_window_is_under_way_any_more_when_a_transfer_gives_up(places, monkey
         if len(under_way) == 1:
             second_began.wait(180)
             failed.set()
-            raise StorageError("no room")
+            raise errors.StorageError("no room")
         second_began.set()
         failed.wait(180)
         for _ in range(20):
@@ -366,7 +360,7 @@ def test_no_window_is_under_way_any_more_when_a_transfer_gives_up(places, monkey
     monkeypatch.setattr(Link, "put", put)
     monkeypatch.setattr(Link, "post", post)
     monkeypatch.setattr("ray_dcp.runtime.staging.copying_threads", lambda: 2)
-    with pytest.raises(StorageError, match="no room"):
+    with pytest.raises(errors.StorageError, match="no room"):
         staged(Node(8), share([3 * MIB] * 4), places[0])
     assert posted == [("cancel", [])]
 
@@ -391,7 +385,7 @@ def test_a_rank_that_reports_a_window_twice_does_no_harm(num_slots, places, monk
     assert same_files(*places)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeadlineError("no answer")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), errors.DeadlineError("no answer")])
 def test_a_transfer_that_is_left_while_its_job_begins_leaves_no_job(places, monkeypatch, error):
     def call(self, method, *arguments, **more):
         answer = real(self, method, *arguments, **more)
@@ -419,7 +413,7 @@ def test_a_rank_is_told_at_once_that_nobody_can_write_its_bytes(places, monkeypa
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(rank.num_windows):
             rank.fill()
-        with pytest.raises(LimitError, match="thread"):
+        with pytest.raises(errors.LimitError, match="thread"):
             node.queue.seal(rank.order.key).result(180)
     node.queue.cancel(rank.order.key, by_rank=True)
     assert node.idle()

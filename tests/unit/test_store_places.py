@@ -28,14 +28,8 @@ from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
 
 import ray_dcp
+from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import (
-    DamagedCheckpointError,
-    InternalError,
-    InvalidRequestError,
-    StorageError,
-    StorageRefusedError,
-)
 from ray_dcp.store import storage as store_module
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
@@ -129,7 +123,7 @@ def test_targets_and_locations_travel_with_what_they_need_and_show_nothing():
 )  # fmt: skip
 def test_a_url_with_credentials_is_refused_without_showing_them(url):
     for call in (open_storage, ray_dcp.open, Location, lambda u: open_storage(Target(u))):
-        with pytest.raises(InvalidRequestError, match="storage_options") as raised:
+        with pytest.raises(errors.InvalidRequestError, match="storage_options") as raised:
             call(url)
         assert SECRET not in str(raised.value)
 
@@ -181,7 +175,7 @@ NO_ENDPOINTS = ("127.0.0.1:9000", "not a url", "http://", "http://[bad", "http:/
     ],
 )  # fmt: skip
 def test_what_is_no_place_is_told(place, message):
-    with pytest.raises(InvalidRequestError, match=message) as caught:
+    with pytest.raises(errors.InvalidRequestError, match=message) as caught:
         open_storage(place)
     assert SECRET not in str(caught.value)
 
@@ -208,7 +202,7 @@ def test_bodies_are_hashed_for_the_server_where_nothing_else_protects_them(
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
-    with pytest.raises(InvalidRequestError, match=r"pip install 'ray-dcp\[s3\]'"):
+    with pytest.raises(errors.InvalidRequestError, match=r"pip install 'ray-dcp\[s3\]'"):
         open_storage(Location("s3://never-opened-before/run", {"region": "x"}))
 
 
@@ -292,7 +286,7 @@ def test_an_upload_is_never_begun_again_with_what_is_left(monkeypatch):
     monkeypatch.setattr(obstore, "put", put)
     monkeypatch.setattr(obstore, "head", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
     writer = storage.open_writer("part")
-    with pytest.raises(StorageError, match="could not publish s3://b/part"):  # noqa: PT012
+    with pytest.raises(errors.StorageError, match="could not publish s3://b/part"):  # noqa: PT012
         writer.write(bytes(9 << 20))
         writer.commit()
     assert len(calls) == 1
@@ -389,14 +383,14 @@ def test_an_endpoint_where_nobody_is_fails_within_seconds_and_says_so_before(cap
     storage = ObjectStorage(store, "run", retrying=retrying)
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(StorageError, match=r"retried \d times.*check the endpoint"),
+        pytest.raises(errors.StorageError, match=r"retried \d times.*check the endpoint"),
     ):
         storage.list()
     assert 5.0 < now[0] <= 10.0
     (warning,) = caplog.records
     assert "could not list s3://b/run: " in warning.getMessage()
     slept.clear()
-    with pytest.raises(StorageError, match="not retried"):
+    with pytest.raises(errors.StorageError, match="not retried"):
         storage.list("a/")
     assert slept == []
 
@@ -410,17 +404,18 @@ def test_an_endpoint_where_nobody_is_fails_within_seconds_and_says_so_before(cap
         (FileNotFoundError("Object at location k not found: status code: 404 Not Found: "
                            "<Error><Code>NoSuchKey</Code>"), KeyMissingError, "no such key"),
         (FileNotFoundError("status code: 404 Not Found: <Error><Code>NoSuchBucket</Code>"
-                           "<Message>none</Message>"), StorageRefusedError, "create the bucket"),
+                           "<Message>none</Message>"), errors.StorageRefusedError,
+         "create the bucket"),
         (AlreadyExistsError("x"), KeyExistsError, "exists already"),
         (GenericError(f"{PUT}, after 3 retries - status code: 503: <Code>SlowDown</Code>"),
-         StorageError, "503 SlowDown .*retried 3 times.*throttles"),
-        (GenericError(f"{PUT} - status code: 400: <Code>ExpiredToken</Code>"), StorageRefusedError,
-         "not retried.*credential_provider"),
+         errors.StorageError, "503 SlowDown .*retried 3 times.*throttles"),
+        (GenericError(f"{PUT} - status code: 400: <Code>ExpiredToken</Code>"),
+         errors.StorageRefusedError, "not retried.*credential_provider"),
         (GenericError(f"{PUT} - status code: 403: <Code>RequestTimeTooSkewed</Code>"),
-         StorageRefusedError, "set this machine's clock"),
-        (GenericError(f"{PUT} - status code: 507: full"), StorageRefusedError, "free space"),
-        (GenericError(f"{PUT}, after 2 retries - HTTP error: error sending request"), StorageError,
-         "retried 2 times.*check the endpoint and the network"),
+         errors.StorageRefusedError, "set this machine's clock"),
+        (GenericError(f"{PUT} - status code: 507: full"), errors.StorageRefusedError, "free space"),
+        (GenericError(f"{PUT}, after 2 retries - HTTP error: error sending request"),
+         errors.StorageError, "retried 2 times.*check the endpoint and the network"),
     ],
 )  # fmt: skip
 def test_an_error_says_what_failed_whether_it_was_retried_and_the_way_out(error, kind, message):
@@ -466,7 +461,7 @@ def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one(is_wrap
     with ray_dcp.CheckpointManager(place, 1, max_to_keep=1) as manager:
         manager.save(1, {"w": torch.ones(2)}, tags=["kept"])
         filesystem.folder = "/tags"
-        with pytest.raises(StorageError, match="the server does not answer"):
+        with pytest.raises(errors.StorageError, match="the server does not answer"):
             manager.save(2, {"w": torch.ones(2)})
         filesystem.folder = "none"
         manager.save(3, {"w": torch.ones(2)})
@@ -474,7 +469,7 @@ def test_a_folder_that_fsspec_can_not_list_is_not_taken_for_an_empty_one(is_wrap
         assert manager.all_steps() == [1, 3]
     for folder in (place.url, f"{place.url}/step-00000003"):
         filesystem.folder = folder
-        with pytest.raises(StorageError, match="the server does not answer"):
+        with pytest.raises(errors.StorageError, match="the server does not answer"):
             ray_dcp.load_newest({"w": torch.zeros(2)}, place)
 
 
@@ -551,7 +546,7 @@ def memory(request):
 def test_a_fault_that_is_never_hit_fails_the_test(memory):
     faults = [Fault(operation="read", key="a*"), Fault(operation="write", key="b", nth=2)]
     told = r"read of 'a\*' \(call 1\), write of 'b' \(call 2\)"
-    with pytest.raises(InternalError, match=told), Script(faults) as script:
+    with pytest.raises(errors.InternalError, match=told), Script(faults) as script:
         script.wrap(memory).write("b", b"1")
     with pytest.raises(ZeroDivisionError), Script(faults):
         raise ZeroDivisionError  # what the test itself meets is not hidden by that
@@ -560,7 +555,7 @@ def test_a_fault_that_is_never_hit_fails_the_test(memory):
 def test_a_bit_that_flips_on_the_way_to_the_storage_is_found_when_it_is_read(memory):
     with Script([Fault(operation="writer.write", effect="flip")]) as script:
         Place(script.wrap(memory)).save(NEW, 1)
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(errors.DamagedCheckpointError):
         load_state(memory, NEW)
 
 

@@ -25,11 +25,6 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.errors import (
-    InvalidRequestError,
-    NonFiniteError,
-    UnsupportedValueError,
-)
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter import tensors
 from ray_dcp.torch_adapter.capture import (
@@ -375,7 +370,7 @@ def test_names_are_those_of_the_format_and_come_back() -> None:
     for dtype in DTYPES:
         assert dtype_of(dtype_name(dtype)) is dtype
         assert ITEMSIZE[dtype_name(dtype)] == dtype.itemsize
-    with pytest.raises(UnsupportedValueError, match="float7"):
+    with pytest.raises(errors.UnsupportedValueError, match="float7"):
         dtype_of("float7")
 
 
@@ -461,7 +456,7 @@ def test_a_refusal_fails_the_save_on_all_ranks_and_names_tensor_rank_and_count(
         states[rank][f"w{rank}"][4] = -float("inf")
     ended = results(states, tmp_path / "a", SaveOptions(nonfinite="refuse"))
     for result in ended:
-        assert isinstance(result.error, NonFiniteError)
+        assert isinstance(result.error, errors.NonFiniteError)
         assert result.error.rank == refused_on[0]
         first = f"rank {refused_on[0]}, found 'w{refused_on[0]}' (1 NaN and 1 infinite of 6)"
         assert first in str(result.error)
@@ -481,7 +476,7 @@ def test_the_options_of_a_save_refuse_or_warn(tmp_path: Path, asynchronous: bool
         else:
             ray_dcp.save(bad, checkpoint_id=path, options=options)
 
-    with pytest.raises(NonFiniteError, match=r"'bad' \(0 NaN and 1 infinite of 2\)"):
+    with pytest.raises(errors.NonFiniteError, match=r"'bad' \(0 NaN and 1 infinite of 2\)"):
         save(tmp_path / "refused", "refuse")
     assert not list(tmp_path.glob("refused/*"))
     with warnings.catch_warnings():
@@ -504,11 +499,11 @@ def test_values_whose_sum_overflows_are_not_mistaken_for_infinities():
 
 
 def test_storages_of_others_can_not_promise_it(tmp_path: Path):
-    with pytest.raises(InvalidRequestError, match="needs a storage of ray_dcp"):
+    with pytest.raises(errors.InvalidRequestError, match="needs a storage of ray_dcp"):
         ray_dcp.save({"w": torch.ones(1)}, storage_writer=OwnWriter(tmp_path / "a"), options=REFUSE)
-    with pytest.raises(InvalidRequestError, match="nonfinite must be one of"):
+    with pytest.raises(errors.InvalidRequestError, match="nonfinite must be one of"):
         SaveOptions(nonfinite="raise")
-    assert not issubclass(NonFiniteError, UnsupportedValueError)
+    assert not issubclass(errors.NonFiniteError, errors.UnsupportedValueError)
 
 
 def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path: Path):
@@ -554,5 +549,5 @@ def test_only_numbers_that_can_be_nonfinite_are_searched(planner, tmp_path: Path
     state["w"][1] = torch.nan
     for dtype in (torch.float32, torch.complex32):
         state["w"] = state["w"].to(dtype)
-        with pytest.raises(NonFiniteError, match=r"'w' \(1 NaN and 0 infinite of 3\)"):
+        with pytest.raises(errors.NonFiniteError, match=r"'w' \(1 NaN and 0 infinite of 3\)"):
             ray_dcp.save(state, checkpoint_id=tmp_path / "b", **options)

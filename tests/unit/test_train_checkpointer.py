@@ -16,15 +16,8 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp import errors
 from ray_dcp.asynchronous import run_async_save
-from ray_dcp.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    InvalidRequestError,
-    LimitError,
-)
 from ray_dcp.integrations import ray_train, save_requests
 from ray_dcp.integrations.ray_train import RunFacts, parse, target_of_run
 from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, SaveRequests, ask_all
@@ -98,7 +91,7 @@ def make(train: Train) -> Iterator[Make]:
 
     yield making
     for one in made:
-        with suppress(CheckpointError):
+        with suppress(errors.CheckpointError):
             one.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
@@ -135,7 +128,7 @@ def test_the_newest_step_comes_back_and_is_reported_where_nobody_knew_of_it(
         assert train.reported == [(3, {"step": 3, "loss": 0.5})]
         assert ckpt.restored is not None
         assert (ckpt.restored.step, ckpt.restored.loaded) == (3, ("note", "w"))
-        with pytest.raises(InvalidRequestError, match="not newer than step 3"):
+        with pytest.raises(errors.InvalidRequestError, match="not newer than step 3"):
             ckpt.save(3, found)
 
 
@@ -161,13 +154,13 @@ def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make,
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/abs", "s3://b/x", "a/b", "", ".hidden", 3])
 def test_a_folder_outside_of_the_run_is_refused(make: Make, name: Any):
-    with pytest.raises(InvalidRequestError, match="RunConfig"):
+    with pytest.raises(errors.InvalidRequestError, match="RunConfig"):
         make(folder=name)
 
 
 def test_what_ray_train_knows_of_and_is_gone_is_an_error(make: Make, train: Train):
     train.registered = "/run/g0001-0a1b2c-step-00000005"
-    with make() as ckpt, pytest.raises(CheckpointNotFoundError, match="Bring them back"):
+    with make() as ckpt, pytest.raises(errors.CheckpointNotFoundError, match="Bring them back"):
         ckpt.restore(state())
 
 
@@ -187,7 +180,7 @@ def unsaveable() -> dict[str, Any]:
 def test_a_failed_save_warns_or_raises_and_training_goes_on(
     make: Make, train: Train, on_error: Any
 ):
-    raised = pytest.raises(CheckpointError) if on_error == "raise" else nullcontext()
+    raised = pytest.raises(errors.CheckpointError) if on_error == "raise" else nullcontext()
     with make(on_error=on_error) as ckpt:
         ckpt.save(0, state())
         ckpt.save(1, unsaveable())
@@ -210,13 +203,13 @@ def test_an_outcome_that_nobody_reported_is_read_from_storage(
         if became == "aborted":
             settle(decision.target, attempt, reason="another rank gave up", rank=1)
         handle: Any = Future()
-        handle.set_exception(CommitUnknownError("?", attempt=attempt))
+        handle.set_exception(errors.CommitUnknownError("?", attempt=attempt))
         handle.checkpoint_id = decision.target.url
         return handle
 
     monkeypatch.setattr(collective_actions, "run_async_save", unheard)
     monkeypatch.setattr(collective_actions.time, "sleep", waits.append)
-    raised = pytest.raises(CommitUnknownError) if became == "open" else nullcontext()
+    raised = pytest.raises(errors.CommitUnknownError) if became == "open" else nullcontext()
     warned = (
         pytest.warns(UserWarning, match="was aborted") if became == "aborted" else nullcontext()
     )
@@ -231,7 +224,7 @@ def test_an_error_in_training_waits_for_no_other_rank(make: Make, train: Train):
         ckpt.save(1, state())
         raise KeyboardInterrupt
     assert train.reported == []
-    with pytest.raises(InvalidRequestError, match="is closed"):
+    with pytest.raises(errors.InvalidRequestError, match="is closed"):
         ckpt.save(2, state())
 
 
@@ -243,13 +236,13 @@ def test_old_steps_are_deleted_where_ray_dcp_is_the_owner(make: Make):
         for step in range(1, 6):
             ckpt.save(step, state(step))
     assert steps_of(ckpt) == [4, 5]
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(errors.CheckpointNotFoundError):
         ray_dcp.load_newest(state(), ckpt.url, at_most=3)
 
 
 def test_what_ray_train_never_hears_of_goes_where_it_deletes(make: Make, train: Train):
     train.facts = RunFacts(**{**vars(train.facts), "num_to_keep": 3, "poll_s": 1e6})
-    with pytest.raises(InvalidRequestError, match="Leave one of them out"):
+    with pytest.raises(errors.InvalidRequestError, match="Leave one of them out"):
         make(max_to_keep=3)
     with make() as ckpt:  # it polls so rarely that only the first and the last are reported
         for step in range(1, 5):
@@ -332,7 +325,7 @@ def test_a_step_that_is_requested_is_saved_and_the_request_answered(make: Make, 
     ckpt = make(interval=100, on_error="raise")
     assert ckpt.restore(state()) == 3
     ask(1000.0, after_step=4)
-    with pytest.warns(UserWarning, match="not saved"), pytest.raises(CheckpointError):
+    with pytest.warns(UserWarning, match="not saved"), pytest.raises(errors.CheckpointError):
         ckpt.save(5, unsaveable())
     assert REQUESTS.state("asked") == "failed"
 
@@ -379,7 +372,7 @@ def test_nothing_is_saved_after_the_end(make: Make, train: Train):
     ckpt.close()
     ckpt.close()
     for call in (lambda: ckpt.save(2, state()), lambda: ckpt.restore(state())):
-        with pytest.raises(InvalidRequestError, match="is closed"):
+        with pytest.raises(errors.InvalidRequestError, match="is closed"):
             call()
     assert train.steps == [1]
 
@@ -444,7 +437,7 @@ def test_a_later_group_of_the_run_replaces_an_earlier_one_and_another_run_is_ref
         shared.write("writer-00000003.beat", str(next(beat)).encode())
 
     monkeypatch.setattr(time, "sleep", waits)
-    with pytest.raises(CheckpointExistsError, match="a RunConfig"):
+    with pytest.raises(errors.CheckpointExistsError, match="a RunConfig"):
         make()
 
 
@@ -479,7 +472,7 @@ def test_without_the_callback_ray_train_is_asked_at_the_same_calls_and_once_a_no
 def test_a_wrong_argument_is_named_and_outside_of_a_worker_the_way_out(
     wrong: dict[str, Any], named: str
 ):
-    with pytest.raises(InvalidRequestError, match=named):
+    with pytest.raises(errors.InvalidRequestError, match=named):
         ray_dcp.train.checkpointer(**wrong)
 
 
@@ -501,7 +494,7 @@ def test_a_run_is_saved_to_by_its_path_or_the_client_that_can_create_only_if_abs
     target = target_of_run(facts, "checkpoints", None)
     assert (target.url, target.filesystem) == (f"{tmp_path}/run/checkpoints", None)
     assert facts.checkpoint("checkpoints/x").path == f"{tmp_path}/run/checkpoints/x"
-    with pytest.raises(InvalidRequestError, match="leave them out"):
+    with pytest.raises(errors.InvalidRequestError, match="leave them out"):
         target_of_run(facts, "checkpoints", {"region": "x"})
     target = target_of_run(facts_in(S3), "checkpoints", None)
     assert (target.url, target.filesystem) == ("s3://bucket/runs/run/checkpoints", None)
@@ -519,7 +512,7 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
     for path in ("bucket/runs", "s3://bucket/runs"):
         target = target_of_run(facts_in(path, own), "checkpoints", None)
         assert target.filesystem == own
-    with pytest.raises(InvalidRequestError, match="storage_filesystem"):
+    with pytest.raises(errors.InvalidRequestError, match="storage_filesystem"):
         target_of_run(facts_in("bucket/runs", own), "checkpoints", {"region": "x"})
 
 
@@ -527,7 +520,7 @@ def test_metrics_become_numbers_and_what_can_not_is_named():
     for two in (torch.tensor(2.0), np.float32(2), np.full((1,), 2.0)):
         told = ray_train.check_metrics({"loss": two, "n": 1})
         assert told == ray_train.numbers_in(told) == {"loss": 2.0, "n": 1}
-    with pytest.raises(InvalidRequestError, match="a float can hold"):
+    with pytest.raises(errors.InvalidRequestError, match="a float can hold"):
         ray_train.check_metrics({"n": 10**400})
     assert ray_train.check_metrics(None) == {}
     given = {"loss": np.float32(2), "n": np.int64(1), "acc": np.array([0.5]), "done": np.True_}
@@ -538,7 +531,7 @@ def test_metrics_become_numbers_and_what_can_not_is_named():
         ({"grad": np.ones(2)}, "'grad' is a tensor of"),
         ([1], "dict"),
     ):
-        with pytest.raises(InvalidRequestError, match=told):
+        with pytest.raises(errors.InvalidRequestError, match=told):
             ray_train.check_metrics(wrong)
 
 
@@ -744,7 +737,7 @@ def test_who_can_not_be_asked_or_was_not_does_not_end_the_run(
 ):
     """A restart after a failure asks nobody, and the next resize does."""
     for limit_s in (0, -1.0, True, "10", float("nan")):
-        with pytest.raises(InvalidRequestError, match="limit_s"):
+        with pytest.raises(errors.InvalidRequestError, match="limit_s"):
             SaveBeforeResize(limit_s)
     one = started(group)
     one.before_controller_execute_failure_decision(None)
@@ -756,7 +749,7 @@ def test_who_can_not_be_asked_or_was_not_does_not_end_the_run(
     assert "No save before a resize: rank(s) [0] have no open checkpointer" in caplog.text
 
     def fail(*_: Any) -> list[Any]:
-        raise LimitError("no answer")
+        raise errors.LimitError("no answer")
 
     monkeypatch.setattr(save_requests, "start_thread", fail)
     one.after_controller_state_update(None, in_s(100.0))

@@ -25,15 +25,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ray_dcp
+from ray_dcp import errors
 from ray_dcp.cli.main import main
 from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
-from ray_dcp.errors import (
-    CoverageError,
-    InvalidRequestError,
-    MissingKeyError,
-    StorageError,
-    UnsafeCheckpointError,
-)
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
 from ray_dcp.manager import Item
@@ -101,7 +95,9 @@ def test_a_handle_acts_like_an_array(saved_checkpoint: Path):
     assert np.asarray(handle, dtype=np.float64).dtype == np.float64
     assert np.array_equal(np.stack(list(handle)), expected)
     assert repr(handle) == "TensorHandle('model.weight', shape=(37, 11), dtype='float32')"
-    with pytest.raises(InvalidRequestError, match=r"numpy has no dtype bfloat16.*handle\[\.\.\.\]"):
+    with pytest.raises(
+        errors.InvalidRequestError, match=r"numpy has no dtype bfloat16.*handle\[\.\.\.\]"
+    ):
         np.asarray(ours["model.half"])
 
 
@@ -122,7 +118,7 @@ def test_objects_come_back_and_a_name_that_is_not_there_is_refused(view: Checkpo
         "hello",
         [1, 2],
     ]
-    with pytest.raises(MissingKeyError, match=r"did you mean 'model\.weight'") as caught:
+    with pytest.raises(errors.MissingKeyError, match=r"did you mean 'model\.weight'") as caught:
         view["model.weigth"]
     assert caught.value.key == "model.weigth"
 
@@ -180,7 +176,7 @@ def test_any_other_index_is_refused(in_parts: CheckpointView):
         (np.array([1]), "found ndarray"), (True, "found bool"), (None, "found NoneType"),
         ("name", "found str"), (slice(0, 5, 0), "can't be sliced"),
     ):  # fmt: skip
-        with pytest.raises(InvalidRequestError) as caught:
+        with pytest.raises(errors.InvalidRequestError) as caught:
             in_parts["a"][index]
         assert message in str(caught.value)
 
@@ -207,7 +203,7 @@ def test_elements_that_are_in_no_chunk_are_refused_and_the_others_come_back():
     checkpoint = dataclasses.replace(view.checkpoint, chunks=table)
     handle = CheckpointView(view.storage, checkpoint)["w"]
     assert np.array_equal(handle[2:10], expected[2:10])
-    with pytest.raises(CoverageError, match=r"'w'.*but 16 bytes") as caught:
+    with pytest.raises(errors.CoverageError, match=r"'w'.*but 16 bytes") as caught:
         handle[8:11]
     assert caught.value.key == "w"
 
@@ -223,7 +219,7 @@ def test_a_tensor_subclass_in_a_stock_checkpoint_comes_back(tmp_path: Path):
         found = ray_dcp.open(tmp_path)["w"][1]
     assert type(found) is Tagged
     assert found.tolist() == [3, 4, 5]
-    with pytest.raises(UnsafeCheckpointError, match=r"Tagged.*add_safe_globals"):
+    with pytest.raises(errors.UnsafeCheckpointError, match=r"Tagged.*add_safe_globals"):
         ray_dcp.open(tmp_path)["w"][1]
 
 
@@ -283,7 +279,7 @@ def test_rows_cost_about_what_they_need_and_memory_holds_the_targets(tmp_path: P
     only = ray_dcp.open(tmp_path / "a").reshard(4, include="w*")
     assert only.stored_bytes == (1000 * 700 + 150_000) * 4
     assert only.bytes_needed == only.stored_bytes
-    with pytest.raises(InvalidRequestError, match="did you mean 'wide'"):
+    with pytest.raises(errors.InvalidRequestError, match="did you mean 'wide'"):
         ray_dcp.open(tmp_path / "a").reshard(2, include="wdie")
 
 
@@ -301,7 +297,7 @@ def test_a_checkpoint_with_holes_says_what_a_load_would_miss(tmp_path: Path):
     "text", ["", "0", "x", "8:diagonal", "0x2", "2x", "row=0", "-1", "row=2,rows=3", True, 10**9]
 )
 def test_what_is_no_layout_is_refused(text: object):
-    with pytest.raises(InvalidRequestError, match="layout"):
+    with pytest.raises(errors.InvalidRequestError, match="layout"):
         parse_layout(text)
 
 
@@ -390,7 +386,7 @@ def test_a_tensor_larger_than_what_is_read_at_once_is_checked_to_its_end(tmp_pat
 def test_a_file_that_can_not_be_read_is_told_and_the_others_are_checked(saved_checkpoint: Path):
     inner = open_storage(saved_checkpoint)
     checkpoint = read_checkpoint(inner, checkpoint_id=inner.url)
-    error = StorageError("input/output error")
+    error = errors.StorageError("input/output error")
     fault = Fault(operation="read", key="*.distcp", error=error, times=2)
     storage = FaultyStorage(inner, [fault])
     report = verify_opened(storage, checkpoint)
@@ -408,7 +404,7 @@ def test_an_item_that_can_not_be_listed_hides_no_damage_of_the_others(
         manager.save(5, {name: {"w": torch.ones(300)} for name in items})
     file = checkpoints.data_file(tmp_path / "step-00000005" / "first")
     checkpoints.flip(file, file.stat().st_size // 2)
-    refused = StorageError("input/output error")
+    refused = errors.StorageError("input/output error")
     interpose(monkeypatch, LocalStorage, "list", "*/second/*", refused, times=None)
     report = ray_dcp.verify(tmp_path / "step-00000005")
     assert [one.file for one in report.problems] == [f"first/{file.name}"]
@@ -507,7 +503,9 @@ def test_hashes_tell_every_change_and_no_payload_is_read(pair: tuple[Path, Path]
     assert diff.notes == ()
     assert not diff.is_empty
     assert a.diff(a).is_empty
-    with pytest.raises(InvalidRequestError, match=r"as ray_dcp.open.* returns it, but got 'b'"):
+    with pytest.raises(
+        errors.InvalidRequestError, match=r"as ray_dcp.open.* returns it, but got 'b'"
+    ):
         a.diff("b")
 
 
@@ -550,9 +548,9 @@ def test_integers_beyond_the_precision_of_floats_are_counted_each(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "error", "told"),
     [
-        ("soem", MissingKeyError, "did you mean 'some'"),
-        ("new", InvalidRequestError, "not a tensor of both"),
-        ("shape", InvalidRequestError, "shape"),
+        ("soem", errors.MissingKeyError, "did you mean 'some'"),
+        ("new", errors.InvalidRequestError, "not a tensor of both"),
+        ("shape", errors.InvalidRequestError, "shape"),
     ],
 )
 def test_wrong_names_and_tensors_without_common_numbers_are_refused(pair, name, error, told):

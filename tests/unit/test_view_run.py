@@ -15,13 +15,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import ray_dcp
+from ray_dcp import errors
 from ray_dcp.cli.main import main
-from ray_dcp.errors import (
-    CheckpointNotFoundError,
-    InvalidRequestError,
-    StorageError,
-    UncommittedCheckpointError,
-)
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
@@ -90,11 +85,11 @@ def test_a_step_is_named_in_many_ways(root: Path, key: int | str, step: int):
 )
 def test_a_step_that_is_not_there_offers_the_nearest(root: Path, key: int | str, said: str):
     for wrong in (True, 1.0, None, b"latest"):
-        with pytest.raises(InvalidRequestError, match="a step is named by"):
+        with pytest.raises(errors.InvalidRequestError, match="a step is named by"):
             ray_dcp.open(root)[wrong]
-    with pytest.raises(CheckpointNotFoundError, match=said):
+    with pytest.raises(errors.CheckpointNotFoundError, match=said):
         ray_dcp.open(root)[key]
-    with pytest.raises(CheckpointNotFoundError, match=said):
+    with pytest.raises(errors.CheckpointNotFoundError, match=said):
         ray_dcp.open(f"{root}@{key}")
 
 
@@ -107,14 +102,14 @@ def test_the_best_is_told_by_the_name_of_its_metric_or_asked_for():
     assert best_of_run(run).step == 2
     assert best_of_run(run, "acc", "min").step == 1
     odd = [listed(1, thing=1.0), listed(2, thing=2.0)]
-    with pytest.raises(InvalidRequestError, match="best:thing:min or best:thing:max"):
+    with pytest.raises(errors.InvalidRequestError, match="best:thing:min or best:thing:max"):
         best_of_run(odd)
     assert best_of_run(odd, "thing", "max").step == 2
-    with pytest.raises(InvalidRequestError, match="by which metric"):
+    with pytest.raises(errors.InvalidRequestError, match="by which metric"):
         best_of_run([listed(1, acc=1.0, loss=1.0)])
-    with pytest.raises(InvalidRequestError, match="'min' or 'max'"):
+    with pytest.raises(errors.InvalidRequestError, match="'min' or 'max'"):
         best_of_run(odd, "thing", "best")
-    with pytest.raises(CheckpointNotFoundError, match="NaN"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="NaN"):
         best_of_run([listed(1, loss=float("nan"))])
 
 
@@ -122,9 +117,9 @@ def test_of_equally_good_steps_the_newest_is_the_best_and_only_readable_ones_cou
     run = [listed(1, loss=0.5), listed(2, loss=0.5), listed(3, "damaged", loss=0.1)]
     assert best_of_run(run).step == 2
     assert choose(run, "latest").step == 2
-    with pytest.raises(CheckpointNotFoundError, match="committed step"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="committed step"):
         choose([listed(3, "damaged")], "latest")
-    with pytest.raises(StorageError, match=r"step-3 .*may be the latest step"):
+    with pytest.raises(errors.StorageError, match=r"step-3 .*may be the latest step"):
         choose([*run[:2], listed(3, "unreadable")], "latest")
 
 
@@ -133,7 +128,7 @@ def test_two_folders_of_one_step_have_to_be_told_apart():
         names = {"a-5": "committed", other: state}
         return [ListedCheckpoint(name, 5, names[name], 1, 1, 1.0) for name in names]
 
-    with pytest.raises(InvalidRequestError, match="a-5, b-5"):
+    with pytest.raises(errors.InvalidRequestError, match="a-5, b-5"):
         choose(run("b-5"), 5)
     assert choose(run("b-5", "aborted"), 5).name == choose(run("x/b-5"), 5).name == "a-5"
 
@@ -154,7 +149,7 @@ def test_a_directory_with_an_at_in_its_name_is_taken_literally(tmp_path: Path):
     checkpoints.save(tmp_path / "runs@new" / "step-1")
     assert ray_dcp.open(str(tmp_path / "run@5")).kind == "native"
     assert [step.step for step in ray_dcp.open(str(tmp_path / "runs@new"))] == [1]
-    with pytest.raises(CheckpointNotFoundError, match="did you mean 'runs@new'"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="did you mean 'runs@new'"):
         ray_dcp.open(tmp_path / "runs@now")
 
 
@@ -201,7 +196,7 @@ def test_a_tag_is_not_told_where_its_step_was_deleted_and_saved_anew(run: Path, 
         return real(self)
 
     monkeypatch.setattr(RunView, "refresh", refresh)
-    with pytest.raises(CheckpointNotFoundError, match="deleted before it had the tag"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="deleted before it had the tag"):
         view.tag(10, "good")
     assert view.refresh().step(10).tags == ()
     assert view.refresh().tag(10, "good").step(10).tags == ("good",)
@@ -209,20 +204,20 @@ def test_a_tag_is_not_told_where_its_step_was_deleted_and_saved_anew(run: Path, 
 
 def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: Path):
     view = ray_dcp.open(run)
-    with pytest.raises(InvalidRequestError, match="a tag must be"):
+    with pytest.raises(errors.InvalidRequestError, match="a tag must be"):
         view.tag(10, "good", "../bad")
-    with pytest.raises(InvalidRequestError, match="64 KiB"):
+    with pytest.raises(errors.InvalidRequestError, match="64 KiB"):
         view.annotate(10, "x" * 70_000)
-    with pytest.raises(InvalidRequestError, match="a note must be"):
+    with pytest.raises(errors.InvalidRequestError, match="a note must be"):
         view.annotate(10, 5)
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(errors.CheckpointNotFoundError):
         view.tag(11, "good")
     assert view.refresh().step(10).tags == ()
 
 
 def test_a_tag_is_not_the_name_of_a_folder_which_it_would_hide(run: Path):
     first, second = (step.name for step in ray_dcp.open(run).steps[:2])
-    with pytest.raises(InvalidRequestError, match=f"tag '{second}' is the name of a folder"):
+    with pytest.raises(errors.InvalidRequestError, match=f"tag '{second}' is the name of a folder"):
         ray_dcp.open(run).tag(first, "good", second)
     assert "good" not in ray_dcp.open(run).step(first).tags
     ray_dcp.open(run).tag(first, second, remove=True)  # such a tag of an earlier version goes
@@ -231,9 +226,9 @@ def test_a_tag_is_not_the_name_of_a_folder_which_it_would_hide(run: Path):
 def test_a_tag_on_several_steps_names_none_of_them_and_one_without_number_takes_none(run: Path):
     checkpoints.save(run / "final")
     view = ray_dcp.open(run).tag(10, "x").tag(20, "x")
-    with pytest.raises(InvalidRequestError, match="10, 20"):
+    with pytest.raises(errors.InvalidRequestError, match="10, 20"):
         view["x"]
-    with pytest.raises(InvalidRequestError, match="steps with a number"):
+    with pytest.raises(errors.InvalidRequestError, match="steps with a number"):
         view.tag("final", "x")
 
 
@@ -262,7 +257,7 @@ def test_the_states_of_steps_that_are_not_whole(run: Path):
     assert ray_dcp.open(run).step(40).in_flight == ("00000000000000bb",)
     with pytest.warns(UserWarning, match="step-40 is used as 'latest' because step-90 is"):
         assert ray_dcp.open(run)["latest"].url.endswith("step-40")
-    with pytest.raises(UncommittedCheckpointError):
+    with pytest.raises(errors.UncommittedCheckpointError):
         ray_dcp.open(run)[50]
 
 
@@ -306,7 +301,7 @@ def test_a_run_is_a_table_of_steps_metrics_bytes_and_times(run: Path, tmp_path: 
 
 def test_without_pandas_the_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(InvalidRequestError, match="pip install pandas"):
+    with pytest.raises(errors.InvalidRequestError, match="pip install pandas"):
         ray_dcp.open(run).to_pandas()
 
 
@@ -419,7 +414,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_gone_and_not_damag
     done = interpose(
         monkeypatch, LocalStorage, "read", "*.distcp", lambda: ray_dcp.delete(live_run / "step-2")
     )
-    with pytest.raises(CheckpointNotFoundError, match="it was deleted"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="it was deleted"):
         ray_dcp.verify(live_run / "step-2")
     assert done
 
