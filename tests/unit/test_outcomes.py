@@ -144,14 +144,6 @@ def test_a_commit_whose_name_could_not_be_made_durable_is_not_reported_as_commit
     assert isinstance(result.error, CommitUnknownError)
 
 
-def test_a_temporary_name_that_can_not_be_removed_does_not_fail_a_write(tmp_path, monkeypatch):
-    storage = LocalStorage(tmp_path)
-    hit = failing(monkeypatch, "unlink", errno.EIO)
-    storage.write("a", b"1", create=True)
-    assert hit
-    assert [entry.key for entry in storage.list()] == ["a"]
-
-
 def test_a_deleted_name_is_durably_gone_before_what_it_refers_to(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     storage.write(".metadata", b"1")
