@@ -256,29 +256,40 @@ def test_an_export_that_does_not_fit_the_disk_is_said_before_it_begins(
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+def interrupt(_: Path) -> None:
+    raise KeyboardInterrupt
+
+
+def replace_source(source: Path) -> None:
+    ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=source)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("error", "told"),
-    [(KeyboardInterrupt, None), (StorageError, "replaced meanwhile, and nothing was written")],
+    ("step", "happens", "error", "told"),
+    [
+        ("read_into", interrupt, KeyboardInterrupt, None),
+        ("read_into", checkpoints.save, StorageError, "meanwhile, and nothing was written"),
+        ("stored_in", replace_source, StorageError, "replaced"),
+    ],
 )
 def test_an_export_that_is_interrupted_or_whose_source_is_replaced_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: Any, told: str | None
+    tmp_path, monkeypatch, kind, step, happens, error, told
 ):
     """Its contents are listed, and then loaded: both open it."""
     source = checkpoints.save(tmp_path / "source")
-    read_into, seen = conversion.read_into, list[bool]()
+    real, seen = getattr(conversion, step), list[bool]()
 
-    def read(*args: Any, **named: Any) -> None:
-        if told is None:
-            raise error
+    def meanwhile(*args: Any, **named: Any) -> Any:
         if not seen:
-            checkpoints.save(source)
-        seen.append(True)
-        read_into(*args, **named)
+            seen.append(True)
+            happens(source)
+        return real(*args, **named)
 
-    monkeypatch.setattr(conversion, "read_into", read)
+    monkeypatch.setattr(conversion, step, meanwhile)
     with pytest.raises(error, match=told):
         ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
+    assert seen
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
@@ -308,26 +319,6 @@ def test_a_view_of_what_was_replaced_exports_nothing_else(tmp_path: Path, kind: 
     ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "source")
     with pytest.raises(StorageError, match=r"replaced.*read it again"):
         ray_dcp.export(view, tmp_path / "out", kind)
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_source_that_is_replaced_before_it_is_opened_again_is_not_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-):
-    source = checkpoints.save(tmp_path / "source")
-    stored_in, seen = conversion.stored_in, list[bool]()
-
-    def opened(*args: Any) -> Any:
-        if not seen:
-            seen.append(True)
-            ray_dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=source)
-        return stored_in(*args)
-
-    monkeypatch.setattr(conversion, "stored_in", opened)
-    with pytest.raises(StorageError, match="replaced"):
-        ray_dcp.export(source, tmp_path / "out", kind, include=["model.w*"])
-    assert seen
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -168,14 +168,18 @@ def test_every_module_has_a_layer():
     assert {package_of(name) for name in modules()} <= set(LAYERS)
 
 
-def test_every_import_is_absolute():
-    relative = [
+def places_of(is_one: Callable[[ast.AST], object]) -> list[str]:
+    """Returns module and line of each such node of the package."""
+    return [
         f"{name}:{node.lineno}"
         for name, tree in modules().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
+        if is_one(node)
     ]
-    assert relative == []
+
+
+def test_every_import_is_absolute():
+    assert places_of(lambda node: isinstance(node, ast.ImportFrom) and node.level) == []
 
 
 def test_imports_only_go_down():
@@ -250,24 +254,12 @@ def test_modules_that_load_without_torch_import_no_torch_module_of_ours_at_once(
 
 
 def test_no_assert_checks_anything_in_the_package():
-    found = [
-        f"{name}:{node.lineno}"
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-    ]
-    assert found == []
+    assert places_of(lambda node: isinstance(node, ast.Assert)) == []
 
 
 def test_only_one_module_makes_those_calls_of_ray_that_would_start_one():
-    calls = {"get", "get_actor", "kill", "nodes", "put", "wait"}
-    found = [
-        f"{name}:{node.lineno}"
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in calls
-        if isinstance(node.value, ast.Name) and node.value.id == "ray"
-    ]
+    calls = {f"ray.{name}" for name in ("get", "get_actor", "kill", "nodes", "put", "wait")}
+    found = places_of(lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) in calls)
     assert {place.split(":")[0] for place in found} == {"runtime.ray_calls"}, found
 
 

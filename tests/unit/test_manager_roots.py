@@ -33,7 +33,7 @@ from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
 from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, _started, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.storage import KeyMissingError, MemoryStorage
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.support.manager_places import (
     HERE,
@@ -448,35 +448,37 @@ def test_what_was_announced_before_another_deletion_is_deleted_no_more_after(sto
     assert 1 in look(root, settings().names).steps
 
 
-@pytest.fixture
-def without_aborts(monkeypatch):
-    """A storage that takes no abort record, until that is undone."""
-    writes = MemoryStorage.write
+def refuse_records(monkeypatch, kind):
+    """Lets the storage take no record of a kind; returns those that were to be written."""
+    refused, writes = [], MemoryStorage.write
 
     def write(self, key, data, **how):
-        if "/manifest-" in key and isinstance(manifest.decode_record(data), manifest.AbortRecord):
+        if "/manifest-" in key and isinstance(record := manifest.decode_record(data), kind):
+            refused.append(record)
             raise errors.StorageError("the network is gone")
         return writes(self, key, data, **how)
 
     monkeypatch.setattr(MemoryStorage, "write", write)
-    return monkeypatch
+    return refused
 
 
-def test_a_writer_that_could_not_end_a_deletion_does_so_before_it_saves(storage, without_aborts):
+def test_a_writer_that_could_not_end_a_deletion_does_so_before_it_saves(storage, monkeypatch):
     attempt = save_step(writer_of(storage), storage, 1, OLD)
     root, mark = root_of(storage), announce(storage)
     writer = writer_of(storage)
+    refuse_records(monkeypatch, manifest.AbortRecord)
     with pytest.raises(errors.StorageError, match="the network is gone"):
         writer.begin(3)
-    without_aborts.undo()
+    monkeypatch.undo()
     writer.begin(3)
     with pytest.raises(errors.CheckpointExistsError, match="its deletion was aborted"):
         delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt, expected=attempt)
 
 
-def test_a_reader_that_could_not_end_a_deletion_keeps_nothing(storage, without_aborts):
+def test_a_reader_that_could_not_end_a_deletion_keeps_nothing(storage, monkeypatch):
     save_step(writer_of(storage), storage, 1, OLD)
     announce(storage)
+    refuse_records(monkeypatch, manifest.AbortRecord)
     with pytest.raises(errors.StorageError, match="the network is gone"):
         read_by_another(root_of(storage))
     assert [e.key for e in storage.list(FOLDER) if "reading/" in e.key] == []
@@ -499,16 +501,7 @@ def test_the_record_of_a_deletion_that_failed_deletes_nothing_when_it_arrives(st
     writer = writer_of(storage)
     root = root_of(storage)
     attempt = save_step(writer, storage, 1, OLD)
-    late = []
-    writes = MemoryStorage.write
-
-    def write(self, key, data, **how):
-        if "/manifest-" in key and isinstance(manifest.decode_record(data), manifest.DeleteRecord):
-            late.append(manifest.decode_record(data))
-            raise errors.StorageError("the network is gone")
-        return writes(self, key, data, **how)
-
-    monkeypatch.setattr(MemoryStorage, "write", write)
+    late = refuse_records(monkeypatch, manifest.DeleteRecord)
     with pytest.raises(errors.StorageError):
         writer.delete(1)
     monkeypatch.undo()
@@ -776,13 +769,8 @@ def test_what_is_not_known_is_not_known_to_the_next_process_either(tmp_path):
 
 def test_an_info_that_was_listed_and_is_gone_makes_no_step_go(tmp_path, monkeypatch):
     crashed_run(tmp_path)
-    real = LocalStorage.read
-
-    def read(self, key, *where):
-        is_gone = "step-00000001/step-info-" in f"{self.url}/{key}"
-        return real(self, f"{key}.gone" if is_gone else key, *where)
-
-    monkeypatch.setattr(LocalStorage, "read", read)
+    gone, key = KeyMissingError("gone"), "*/step-00000001/step-info-*"
+    interpose(monkeypatch, LocalStorage, "read", key, gone, times=None)
     with best_manager_of(tmp_path) as manager:
         manager.save(3, state(3), metrics={"loss": LOSSES[3]})
         manager.join()
