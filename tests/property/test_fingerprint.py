@@ -378,7 +378,7 @@ def check(found, by_rows):
     assert found.plan.disagreements == by_rows.disagreements
 
 
-@settings(max_examples=30)
+@settings(max_examples=50)
 @given(
     jobs(),
     st.lists(st.integers(0, 3), min_size=64, max_size=64),
@@ -394,7 +394,7 @@ def test_any_job_has_the_plan_of_its_rows(stages, places, least_bytes):
     check(found, outcome(columns, nodes, least_bytes))
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(jobs(), st.data())
 def test_contents_that_differ_lead_to_the_plan_of_the_rows(stages, data):
     columns = held_by(stages)

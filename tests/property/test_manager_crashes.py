@@ -538,7 +538,7 @@ def test_the_only_good_step_survives_the_death_of_the_process_at_any_call(operat
 
 @pytest.mark.parametrize("variant", ["torn", "lost", "refused", "broken"])
 def test_the_only_good_step_survives_every_other_fault(variant):
-    reached = check_crashes(SAVE, variants=[variant], every=8)
+    reached = check_crashes(SAVE, variants=[variant], every=5)
     # Only small records are written after the commit, and those at once: nothing is torn then.
     assert set(reached.stood) == ({"previous"} if variant == "torn" else {"previous", "new"})
 
@@ -549,7 +549,7 @@ def test_the_only_good_step_survives_a_death_at_a_system_call(tmp_path):
         storage=partial(LocalStorage, tmp_path / "run"),
         interrupt=interrupted_system,
         variants=["before"],
-        every=16,
+        every=10,
     )
     assert set(reached.stood) == {"previous", "new"}
 

@@ -358,7 +358,7 @@ def expected(values: torch.Tensor, weights: list[float] | None) -> np.ndarray:
     return total / np.sum(factors)
 
 
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(averages(), st.sampled_from((16, 72, 8 << 20)))
 def test_an_average_is_that_of_numpy_to_the_last_bit(case, box_bytes):
     values, weights, writers, at = case
