@@ -37,7 +37,7 @@ def play(world: StagedWorld, steps) -> bool:
     return all(getattr(world, what)(*how) is not False or what != "restart" for what, *how in steps)
 
 
-@settings(max_examples=160)
+@settings(max_examples=100)
 @given(layout=st.sampled_from(sorted(LAYOUTS)), steps=st.lists(harmless, max_size=50))
 def test_whatever_becomes_of_its_coordinators_the_save_is_committed(layout, steps):
     world = StagedWorld(NODES, LAYOUTS[layout])
@@ -51,7 +51,7 @@ def test_whatever_becomes_of_its_coordinators_the_save_is_committed(layout, step
     assert {type(rank.outcome).__name__ for rank in world.ranks} == {"SaveOutcome"}
 
 
-@settings(max_examples=240)
+@settings(max_examples=150)
 @given(layout=st.sampled_from(sorted(LAYOUTS)), steps=st.lists(deadly, max_size=50))
 def test_whoever_dies_it_ends_one_way_for_all(layout, steps):
     world = StagedWorld(NODES, LAYOUTS[layout])
