@@ -53,7 +53,7 @@ def test_a_process_that_dies_at_a_system_call_leaves_the_previous_or_the_new(ope
     crashes = partial(
         check_crashes, operation, storage=make, interrupt=interrupted_system, variants=["before"]
     )
-    assert crashes(every=16 * SPARSE - 8).points["before"] >= 1
+    assert crashes(every=8 * SPARSE).points["before"] >= 1
 
 
 @pytest.mark.parametrize("name", ["save.overwrite", "save.linked"])
@@ -63,7 +63,7 @@ def test_who_meets_an_error_at_a_system_call_is_told_what_stands(name, tmp_path)
         storage=partial(LocalStorage, tmp_path / "step-1"),
         interrupt=interrupted_system,
         variants=["refused", "lost", "broken"],
-        every=14 * SPARSE - 8,
+        every=6 * SPARSE,
     )
     assert set(reached.points) == {"refused", "lost", "broken"}
     assert {"committed", "failed"} <= set(reached.told)
@@ -97,7 +97,7 @@ def test_a_link_is_a_step_of_its_own_on_a_filesystem(tmp_path):
 )
 def test_a_storage_that_copies_or_does_neither_keeps_the_previous_or_the_new(make):
     variants = ["before", "lost", "refused"]
-    reached = check_crashes("save.linked", storage=make, variants=variants, every=3 * SPARSE - 2)
+    reached = check_crashes("save.linked", storage=make, variants=variants, every=2 * SPARSE - 1)
     assert reached.calls["reuse"] >= 1
     assert {"previous", "new"} <= set(reached.stood)
 
