@@ -188,13 +188,6 @@ def test_settings_may_be_numbers_of_numpy(manage):
     assert "np." not in repr(policies)
 
 
-def test_steps_of_numpy_are_found(manage):
-    manager = manage(max_to_keep=1)
-    manager.save(10, state(10))
-    manager.tag(np.int64(10), "kept")
-    assert manager.step_info(np.int64(10)).tags == {"kept"}
-
-
 def test_a_repeated_step_is_refused_and_replace_saves_over_it(manage):
     manager = manage()
     manager.save(10, state(10), metrics={"loss": 1})
