@@ -116,7 +116,9 @@ class RayDcpCheckpointIO(CheckpointIO):
             options = replace(options, weights_only=weights_only)
         if os.path.isfile(path):
             location: Any = "cpu" if map_location is None else map_location
-            return TorchCheckpointIO().load_checkpoint(path, location, options.weights_only)
+            return TorchCheckpointIO().load_checkpoint(
+                os.fspath(path), location, options.weights_only
+            )
         view = read_view(path)
         if STRUCTURE not in view.names:
             raise InvalidRequestError(
@@ -145,7 +147,7 @@ class RayDcpCheckpointIO(CheckpointIO):
         """
         self._raise_failures(wait=True)
         if os.path.isfile(path):
-            TorchCheckpointIO().remove_checkpoint(path)
+            TorchCheckpointIO().remove_checkpoint(os.fspath(path))
             return
         parent, _, name = target_of(path, None).url.rstrip("/").rpartition("/")
         # Why: of "memory://name" and "/name", that leaves less than the place above them.

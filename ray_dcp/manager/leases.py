@@ -291,7 +291,7 @@ class WriterLease:
         """Checks that this process still holds the lease.
 
         Raises:
-            CheckpointExistsError: Another process has taken it.
+            CheckpointExistsError: Another process has taken it, or it is gone.
             InvalidRequestError: This process has not taken it.
             StorageError: The storage failed.
         """
@@ -301,6 +301,13 @@ class WriterLease:
         highest, _ = _highest(storage)
         if highest == self._number:
             return
+        if highest < self._number:
+            raise CheckpointExistsError(
+                f"the writer lease of {self._root.url} is gone: the directory was moved, deleted "
+                f"or replaced since this manager opened it; nothing is saved or deleted by this "
+                f"one any more. Make the manager anew, with the path of the run",
+                checkpoint_id=self._root.url,
+            )
         _, other = _read_holder(storage, _name(highest))
         name = None if other is _UNREADABLE else other
         raise CheckpointExistsError(

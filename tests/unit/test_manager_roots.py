@@ -254,6 +254,18 @@ def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage,
     assert shared.list("reading/") == []
 
 
+def test_a_manager_whose_run_was_moved_says_so(tmp_path):
+    manager = manager_of(tmp_path / "run")
+    manager.save(1, state(1))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(errors.CheckpointExistsError, match="the directory was moved, deleted"):
+        manager.save(2, state(2))
+    manager.close()
+    with manager_of(tmp_path / "moved") as other:
+        other.save(2, state(2))
+        assert other.all_steps() == [1, 2]
+
+
 def test_follow_gives_each_new_newest_step_and_keeps_it_meanwhile(tmp_path):
     manager = manager_of(tmp_path, max_to_keep=1)
     reader = CheckpointManager(tmp_path, read_only=True)
