@@ -96,7 +96,11 @@ class Activity:
     def __enter__(self) -> Activity:
         # Why now: a call that fails before its first operation counts as well.
         self._named = self._named or self._session.next_key()
-        self._session.begin_call(self.progress, self._timeout_s)
+        try:
+            self._session.begin_call(self.progress, self._timeout_s)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -93,7 +93,7 @@ class HeartbeatSender(ABC):
             self._active[progress] = timeout_s
             try:
                 self._run_thread()
-            except LimitError:
+            except BaseException:  # also Ctrl-C, while the thread starts
                 del self._active[progress]
                 raise
 
@@ -151,6 +151,11 @@ class HeartbeatSender(ABC):
     # In the thread
 
     def _run(self) -> None:
+        with self._changed:
+            # Why: who started this thread may have been interrupted before it could note it.
+            if self._thread not in (None, threading.current_thread()):
+                return
+            self._thread = threading.current_thread()
         while True:
             try:
                 self._begin()

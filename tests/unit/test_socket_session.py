@@ -22,7 +22,7 @@ from ray_dcp.commit_protocol.liveness import Heartbeat
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import rank_save, socket_session
+from ray_dcp.runtime import heartbeat, rank_save, socket_session
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.rank_progress import RankProgress
@@ -255,6 +255,27 @@ def test_a_rank_that_leaves_an_operation_fails_it_for_the_others(pool, sessions)
     sessions[2].leave(Left(sessions[2].next_key(), "KeyboardInterrupt on rank 2"), 60.0)
     for reply in [one.result(60) for one in early]:
         assert "KeyboardInterrupt on rank 2" in reply.message
+
+
+def test_a_rank_that_is_interrupted_as_its_heartbeats_begin_leaves_its_call(
+    pool, sessions, monkeypatch
+):
+    real, begun = heartbeat.start_thread, []
+
+    def interrupted(work: Callable[[], object], name: str) -> None:
+        monkeypatch.undo()
+        begun.append(real(work, name))
+        raise KeyboardInterrupt
+
+    early = [pool.submit(exchange, session) for session in sessions[:2]]
+    assert eventually(lambda: end_of(sessions[1]).unanswered)
+    monkeypatch.setattr(heartbeat, "start_thread", interrupted)
+    with pytest.raises(KeyboardInterrupt), Activity(sessions[2], 60.0):
+        pass
+    for reply in [one.result(60) for one in early]:
+        assert "KeyboardInterrupt on rank 2" in reply.message
+    # Nobody is said to be in that call any more.
+    assert eventually(lambda: not begun[0].is_alive())
 
 
 def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(pool, sessions):
