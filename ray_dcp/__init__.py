@@ -62,7 +62,7 @@ _STAND_INS = {
 }
 
 
-def _home(name: str) -> str:
+def _module_of(name: str) -> str:
     """Returns the full name of the module that is imported as `ray_dcp.NAME`."""
     if name in _OWN_SUBMODULES:
         return f"{__name__}.dcp.{name}"
@@ -82,7 +82,7 @@ class _Alias(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=fullname) if is_alias else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(_home(spec.name.rpartition(".")[2]))
+        module = importlib.import_module(_module_of(spec.name.rpartition(".")[2]))
         spec.loader_state = module.__spec__
         return module
 
@@ -93,7 +93,7 @@ class _Alias(MetaPathFinder, Loader):
 
     def get_code(self, fullname: str) -> Any:
         """Returns torch's code, for `python -m ray_dcp.format_utils`."""
-        home = _home(fullname.rpartition(".")[2])
+        home = _module_of(fullname.rpartition(".")[2])
         loader: Any = importlib.import_module(home).__loader__
         return loader.get_code(home)
 

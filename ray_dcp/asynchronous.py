@@ -515,7 +515,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             with suppress(LimitError):
                 start_thread(staged._announce, "ray_dcp staged")
 
-    def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
+    def _complete(self, metadata: Metadata | None, error: BaseException | None) -> None:
         if error is None and metadata is None:
             error = CheckpointError("the save ended without a result. Please report this")
         # Why in this order: once the handle is done, the other two futures are done as well.
@@ -664,12 +664,12 @@ class _Save:
             stall_s=progress.held_s,
         )
 
-    def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
+    def _complete(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Completes the handle, after updating the metrics and emitting the end event."""
         try:
             self._account.end(error)
         finally:  # also when a listener of events raises SystemExit
-            self.handle._end(metadata, error)
+            self.handle._complete(metadata, error)
 
     def _go_on(self, finish: Callable[[], Metadata]) -> bool:
         """Runs the rest of the save in a new thread, which then completes the handle.
@@ -690,7 +690,7 @@ class _Save:
             _running.discard(self)
             # Suppressed: a listener may raise SystemExit, and this thread ends here anyway.
             with suppress(BaseException):
-                self._end(metadata, error)
+                self._complete(metadata, error)
 
         _running.add(self)
         _drain_at_exit()
@@ -699,7 +699,7 @@ class _Save:
         except LimitError as error:
             _running.discard(self)
             self._session.leave(Left(self._key, error.message), LEAVING_S)
-            self._end(None, error)
+            self._complete(None, error)
             return False
         except BaseException:
             # Why: interrupted before the thread began, nobody would end this save.
@@ -750,7 +750,7 @@ class _NativeSave(_Save):
                     self._backend.release(committed=False)
             except CheckpointError as error:
                 activity.leave(error)
-                self._end(None, error)
+                self._complete(None, error)
             except BaseException as error:
                 # The caller got this error; it has no handle to ask for another one.
                 self.handle._looked_at = True

@@ -239,7 +239,7 @@ def plan_average(
     cast = float_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
     numbers = _checked_weights(weights, len(sources))
     target = open_storage(out)
-    views = tuple(map(_opened, sources))
+    views = tuple(map(_open, sources))
     optimizers = set[str]().union(*(_optimizer_names(view.names) for view in views))
 
     def is_chosen(name: str) -> bool:
@@ -317,7 +317,7 @@ def _checked_weights(weights: Sequence[float] | None, num_sources: int) -> tuple
     return found
 
 
-def _opened(source: AnyPlace | CheckpointView) -> CheckpointView:
+def _open(source: AnyPlace | CheckpointView) -> CheckpointView:
     view = source if isinstance(source, CheckpointView) else open_place(source)
     if not isinstance(view, CheckpointView):
         last = view.steps[-1]
@@ -402,7 +402,7 @@ def _boxes_of(view: CheckpointView, name: str, row: int, is_mean: bool) -> Itera
         width = ITEMSIZE[info.dtype]
         if is_mean:
             width = 16 if "complex" in info.dtype else 8
-        for offset, size in _cut(info.shape, BOX_BYTES // width):
+        for offset, size in _split(info.shape, BOX_BYTES // width):
             yield MeanBox(name, offset, size, is_mean)
         return
     ndim = 0 if info is None else len(info.shape)
@@ -411,7 +411,7 @@ def _boxes_of(view: CheckpointView, name: str, row: int, is_mean: bool) -> Itera
         yield MeanBox(name, tuple(offset), tuple(size), False, chunk)
 
 
-def _cut(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _split(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yields offset and size of parts of at most `most` elements, each contiguous in C order.
 
     Examples:

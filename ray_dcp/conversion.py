@@ -417,7 +417,7 @@ def bytes_of(stored: Selected) -> int:
     return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
 
 
-def _expect(meter: Meter, found: Iterable[Selected], stored: Iterable[Selected]) -> None:
+def _count_expected(meter: Meter, found: Iterable[Selected], stored: Iterable[Selected]) -> None:
     """Adds the stored bytes of some values to what a meter expects."""
     names = {each.name for each in stored}
     meter.expect(sum(bytes_of(each) for each in found if each.name in names))
@@ -550,7 +550,7 @@ def dcp_to_torch_save(
         read_into(objects, dcp_checkpoint_dir, None, options, casts=casts)
         _rename_parameters(objects, stored, found, key_map)
     shown = reporting(progress, "exporting", os.fspath(torch_save_path))
-    with shown as meter, _published(torch_save_path) as temporary:
+    with shown as meter, _publish_file(torch_save_path) as temporary:
         with FakeTensorMode():
             values = {
                 each.path: objects[each.name]
@@ -572,7 +572,7 @@ def dcp_to_torch_save(
         }
         if targets:
             tensors = [each for each in stored if each.name in targets]
-            _expect(meter, found, tensors)
+            _count_expected(meter, found, tensors)
             read_into(targets, dcp_checkpoint_dir, None, options, meter, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
 
@@ -660,7 +660,7 @@ def dcp_to_safetensors(
         dcp_checkpoint_dir, output_dir, include, key_map, dtype, file_bytes=file_bytes
     )
     with reporting(progress, "exporting", os.fspath(output_dir)) as meter:
-        _expect(meter, files.found, [one for some in files.entries for one in some])
+        _count_expected(meter, files.found, [one for some in files.entries for one in some])
         for number in range(len(files.entries)):
             files.write(number, options, meter)
     files.finish()
@@ -726,7 +726,7 @@ class HubFiles:
                 f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
                 key=wrong[0],
             )
-        entries = _dealt(stored, file_bytes)
+        entries = _split_into_files(stored, file_bytes)
         if numbers:
             last = max(numbers.values())
             by_number: dict[int, list[Selected]] = {}
@@ -760,7 +760,7 @@ class HubFiles:
         entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
         head = header(entries, {"format": "pt"})
         with (
-            _published(self.folder / self.name(number)) as temporary,
+            _publish_file(self.folder / self.name(number)) as temporary,
             Path(temporary).open("w+b") as stream,
         ):
             stream.write(head)
@@ -865,7 +865,7 @@ def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | 
 
 
 @contextmanager
-def _published(path: str | os.PathLike[str]) -> Iterator[str]:
+def _publish_file(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields a temporary name next to a path; afterwards makes that file durable and renames it."""
     final = Path(path)
     if final.is_dir() or not final.parent.is_dir():
@@ -883,7 +883,7 @@ def _published(path: str | os.PathLike[str]) -> Iterator[str]:
         temporary.unlink(missing_ok=True)
 
 
-def _dealt(stored: Sequence[Selected], file_bytes: int) -> list[list[Selected]]:
+def _split_into_files(stored: Sequence[Selected], file_bytes: int) -> list[list[Selected]]:
     files: list[list[Selected]] = [[]]
     room = file_bytes
     for each in stored:

@@ -483,7 +483,7 @@ class ElasticStream(IterableDataset[Any]):
         """Yields the remaining samples of the epoch for this rank and worker."""
         if self._ended:
             return
-        for source in self._mine():
+        for source in self._own_sources():
             consumed = self._own.get(source, self._before.get(source, 0))
             if consumed == AT_END:
                 continue
@@ -524,7 +524,7 @@ class ElasticStream(IterableDataset[Any]):
         """Ends the epoch: no more samples are yielded in it."""
         self._ended = True
 
-    def _mine(self) -> list[str]:
+    def _own_sources(self) -> list[str]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         slot = self._rank * num_workers + worker
@@ -777,16 +777,16 @@ class RowsSeen:
         self._parts = [_runs_of(()) if seen is None else seen]
 
     @property
-    def _seen(self) -> Runs:
+    def _all_seen(self) -> Runs:
         """The ids of the consumed rows, merged."""
         if len(self._parts) > 1:
-            self._parts = [_joined(self._parts)]
+            self._parts = [_union(self._parts)]
         return self._parts[0]
 
     @property
     def num_seen(self) -> int:
         """Number of known rows of this epoch: of this rank, and of all before the last load."""
-        return int((self._seen[:, 1] - self._seen[:, 0]).sum())
+        return int((self._all_seen[:, 1] - self._all_seen[:, 0]).sum())
 
     def set_epoch(self, epoch: int) -> None:
         """Starts an epoch; does nothing if it is the current one.
@@ -810,7 +810,7 @@ class RowsSeen:
         for batch in batches:
             self._parts.append(_runs_of(self._ids(batch)))
             if len(self._parts) > MOST_PARTS:
-                self._parts = [self._seen]
+                self._parts = [self._all_seen]
             yield batch
 
     def unseen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -819,7 +819,7 @@ class RowsSeen:
         Raises:
             InvalidRequestError: As for `follow`.
         """
-        ids, runs = self._ids(batch), self._seen
+        ids, runs = self._ids(batch), self._all_seen
         row = np.searchsorted(runs[:, 0], ids, side="right") - 1
         stops = np.append(runs[:, 1], np.iinfo(np.int64).min)
         left = ids >= stops[row]
@@ -842,7 +842,7 @@ class RowsSeen:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch, and the rows of this rank as a per-rank value."""
-        return {"epoch": self.epoch, "seen": PerRank(self._seen, resized=_on_first_rank)}
+        return {"epoch": self.epoch, "seen": PerRank(self._all_seen, resized=_on_first_rank)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict`. On another number of ranks, rank 0 gets all rows.
@@ -878,7 +878,7 @@ class RowsSeen:
 
 def _on_first_rank(values: Sequence[Any], rank: int, world_size: int) -> Runs:
     # Why only rank 0: what counts is the union over all ranks.
-    return _joined([_checked_runs(value) for value in values]) if rank == 0 else _runs_of(())
+    return _union([_checked_runs(value) for value in values]) if rank == 0 else _runs_of(())
 
 
 def _checked_runs(value: Any) -> Runs:
@@ -908,7 +908,7 @@ def _runs_of(ids: ArrayLike) -> Runs:
     return np.stack((numbers[first], numbers[last] + 1), axis=1)
 
 
-def _joined(parts: Sequence[Runs]) -> Runs:
+def _union(parts: Sequence[Runs]) -> Runs:
     """Returns the union of sets.
 
     Examples:

@@ -190,7 +190,7 @@ def export(
         elif format == "dcp":
             _rewrite(view, place, path, choice, meter=meter)
         else:
-            with _beside(path) as temporary:
+            with _temporary_directory(path) as temporary:
                 made = temporary
                 if format == "torch":
                     made = temporary / path.name
@@ -508,7 +508,7 @@ def _rewrite(
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _temporary_directory(path: Path) -> Iterator[Path]:
     """Yields a new directory next to a path, and deletes it afterwards unless it was moved."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     temporary = Path(tempfile.mkdtemp(prefix=".ray-dcp-", dir=parent))

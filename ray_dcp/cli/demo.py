@@ -61,13 +61,13 @@ def demo(steps: int, directory: str | None) -> None:
         root.mkdir(parents=True, exist_ok=True)
         rows, problems = _run(steps, root)
     value = {"steps": rows, "problems": problems}
-    cells = [{c: _cell(c, row[c]) for c in row} for row in rows]
+    cells = [{c: _format_cell(c, row[c]) for c in row} for row in rows]
     told(value, *table(cells, left=("what",)), *(f"different: {one}" for one in problems))
     if problems:
         sys.exit(1)
 
 
-def _cell(column: str, value: Any) -> str:
+def _format_cell(column: str, value: Any) -> str:
     if value is None:
         return ""
     if column == "num_bytes":
@@ -75,7 +75,7 @@ def _cell(column: str, value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     if not says(JSON):
         click.echo(line)
 
@@ -91,7 +91,7 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
         names = sorted(n for n in {**expected, **found} if found.get(n) != expected.get(n))
         problems.extend(f"{what}: {name}" for name in names)
         verdict = styled("DIFFERENT", "red") if names else styled("bit-equal", "green")
-        _say(f"  {what}: {len(expected)} values {verdict}")
+        _print(f"  {what}: {len(expected)} values {verdict}")
 
     # Why here: ranks without Ray take the model and its state from this module.
     from ray_dcp.runtime.worker_group import WorkerGroup
@@ -104,12 +104,12 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
             expected[part] = ranks.run(digests)[0]
         ranks.run(start)
         loss = ranks.run(train, steps)[0]
-        _say(f"trained {steps} steps on 4 ranks, loss {loss:.3f}")
+        _print(f"trained {steps} steps on 4 ranks, loss {loss:.3f}")
         path = root / f"step-{steps}"
         rows.append(_save(ranks, path))
         for part, world_size in ((1, 2), (2, 3)):
             ranks.kill()
-            _say(f"saved {path.name}; all {ranks.world_size} ranks killed")
+            _print(f"saved {path.name}; all {ranks.world_size} ranks killed")
             ranks.resize(world_size)
             ranks.run(start, 1234)
             rows.append(_load(ranks, path))

@@ -226,7 +226,7 @@ def watch(root: str, interval: float, looks: int | None) -> None:
                 threading.Event().wait(interval)
             run = run_of(root)
             for change in changes(run, before):
-                _tell(run, *change, first=not number)
+                _print_change(run, *change, first=not number)
             sys.stdout.flush()
             before = {step.name: step.state for step in run}
             number += 1
@@ -248,7 +248,7 @@ def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
     return [one for one in states if one[1] != one[2] and one[1:] != ("", "deleted")]
 
 
-def _tell(run: RunView, name: str, was: str, state: str, *, first: bool) -> None:
+def _print_change(run: RunView, name: str, was: str, state: str, *, first: bool) -> None:
     if says(JSON):
         row = listed(run.step(name), time.time(), full=False) if state else {"name": name}
         click.echo(json.dumps({"was": was, **row, "state": state or "gone"}))
@@ -332,7 +332,7 @@ def _versions() -> Finding:
 
 def _steps(run: RunView) -> Iterator[Finding]:
     for step in run:
-        for level, what in _odd(step):
+        for level, what in _warnings_of(step):
             yield Finding(level, step.name, what)
     for part in run.runs:
         folder = folder_of(part, run)
@@ -359,7 +359,7 @@ def _latest(run: RunView, name: str) -> Iterator[Finding]:
         yield Finding("wrong", newest.name, str(error))
 
 
-def _odd(step: StepView) -> Iterator[tuple[Level, str]]:
+def _warnings_of(step: StepView) -> Iterator[tuple[Level, str]]:
     if step.state in ("damaged", "unreadable"):
         yield "wrong", f"{step.state}: {step.detail}"
     if step.state == "in flight":

@@ -115,13 +115,13 @@ def table(
         for column in width:  # long heads, such as names of metrics, wrap first
             least_head = min(len(column), _LEAST_TEXT)
             width[column] = max(least_head, *(len(row[column]) for row in cells))
-    shown = width if room is None else _fitted(width, room, left, least, last)
+    shown = width if room is None else _fit_columns(width, room, left, least, last)
 
     def lines(row: Mapping[str, str], look: Callable[[str, str], str]) -> Iterator[str]:
         parts: dict[str, list[str]] = {}
         for column, most in shown.items():
             text = row[column] if row[column] or column in left else "-"
-            parts[column] = _wrapped(text, most)
+            parts[column] = _wrap(text, most)
         for number in range(max(map(len, parts.values()))):
             found = []
             for column, most in shown.items():
@@ -140,7 +140,7 @@ def table(
     return [*(styled(line, "bold") for line in head), *body, *notes]
 
 
-def _fitted(
+def _fit_columns(
     width: Mapping[str, int],
     room: int,
     left: Sequence[str],
@@ -177,7 +177,7 @@ def _fitted(
     return {column: shown[column] for column in width if column in shown}
 
 
-def _wrapped(text: str, most: int) -> list[str]:
+def _wrap(text: str, most: int) -> list[str]:
     """Returns the lines of a text, which break after a separator where that is possible.
 
     Examples:

@@ -96,12 +96,12 @@ def address_of(text: str, *, damaged: bool = False) -> Address:
     if key is None:
         check_answers(run)
         return Address(text, run)
-    found = _chosen(run_at(run), key, damaged=damaged)
+    found = _choose_step(run_at(run), key, damaged=damaged)
     name = run if found.name == "." else f"{run.rstrip('/')}/{found.name}"
     return Address(name, found.path, found)
 
 
-def _chosen(run: RunView, key: str, *, damaged: bool = False) -> StepView:
+def _choose_step(run: RunView, key: str, *, damaged: bool = False) -> StepView:
     """Returns the step that a key names; warns if `latest` or `best` skips a damaged step."""
     found = choose(run.steps, key, url=run.url, damaged=damaged)
     over = passed_over(run.steps, key, found)
@@ -220,7 +220,7 @@ def step_in_run(text: str) -> tuple[RunView, StepView]:
             raise InvalidRequestError(f"expected RUN@STEP, found {text!r}")
         run, step = parent, name
     found = run_at(run)
-    return found, _chosen(found, step)
+    return found, _choose_step(found, step)
 
 
 def run_at(text: str) -> RunView:

@@ -93,7 +93,7 @@ def show(
     divided into chunks: whole, rows/8, columns/2, 4x2. Exit status: 1 if a file is missing or too
     short.
     """
-    name, view = _at(path)
+    name, view = _open_path(path)
     if isinstance(view, RunView):
         told(_shown_run(view), *run_lines(view, name))
         return
@@ -102,7 +102,7 @@ def show(
         raise became
     names = [name for name in view.names if pattern is None or fnmatchcase(name, pattern)]
     if says(JSON):
-        told({**_shown(view, names), "problems": wrong})
+        told({**_tensor_rows(view, names), "problems": wrong})
         if wrong:
             sys.exit(1)
         return
@@ -132,7 +132,7 @@ def show(
         sys.exit(1)
 
 
-def _at(path: str) -> tuple[str, CheckpointView | RunView]:
+def _open_path(path: str) -> tuple[str, CheckpointView | RunView]:
     """Returns what is at a path, or named by `RUN@STEP`, and its path."""
     address = address_of(path)
     try:
@@ -228,7 +228,7 @@ def _shown_run(run: RunView) -> dict[str, Any]:
     }
 
 
-def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
+def _tensor_rows(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
     tensors = {}
     for name in names:
         info = view.tensors.get(name)
@@ -577,7 +577,7 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
     what, course = course_text(trace)
     lines = [f"{title}: {what}", course, ""]
     for lane, spans in [*found.items()][: _MOST_LANES + 1]:
-        drawn = _bar(spans, end_s, bar, COORDINATOR if lane is None else RANK)
+        drawn = _draw_bar(spans, end_s, bar, COORDINATOR if lane is None else RANK)
         mark = styled("!", "red") if lane in late else " "
         num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
         size = f" {size_text(num_bytes):>10}" if num_bytes else ""
@@ -607,7 +607,7 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
     return lines
 
 
-def _bar(
+def _draw_bar(
     spans: tuple[Span, ...], end_s: float, width: int, looks: dict[str, tuple[str, str]]
 ) -> str:
     cells = [(" ", "")] * width

@@ -249,7 +249,7 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
                 if is_run and copy.state != "there":
                     printed(meter, *copy.lines())
     except KeyboardInterrupt:
-        interrupted(_done(value, copies), *_copy_lines(source, target, copies, "copied"))
+        interrupted(_copy_result(value, copies), *_copy_lines(source, target, copies, "copied"))
     except CheckpointError:
         if is_run and not says(JSON):
             told(None, *_copy_lines(source, target, copies, "copied"))
@@ -259,7 +259,7 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     problems = [*damages, *(f"not copied: {error}" for error in failures)]
     lines = [*_copy_lines(source, target, copies, "copied"), *([] if is_run else problems)]
     lines += ["ok"] if verify and not problems else []
-    told({**_done(value, copies), "problems": problems}, *lines)
+    told({**_copy_result(value, copies), "problems": problems}, *lines)
     if problems:
         is_unread = all(isinstance(error, StorageError) for error in failures)
         sys.exit(2 if is_unread and not damages else 1)
@@ -302,10 +302,10 @@ class _Copy:
                 self.state = "there"
                 return
             with still_there(view):
-                self.num_files, self.num_bytes = _planned(view)
+                self.num_files, self.num_bytes = _count_files(view)
             check_free(open_storage(self._target))
 
-        self._tried(look)
+        self._attempt(look)
 
     def run(self, target: str, meter: Meter, number: int, *, verify: bool) -> None:
         """Copies the checkpoint, with its tags and its note.
@@ -324,7 +324,7 @@ class _Copy:
             self.state = "copied"
 
         if self.state == "planned":
-            self._tried(act)
+            self._attempt(act)
         if self.state not in ("copied", "there"):
             return
         if self.in_run and self.source.step is not None:
@@ -341,7 +341,7 @@ class _Copy:
         damages = [f"  damaged: {problem}" for problem in self.problems]
         return [f"{self.source.name}: {result}", *damages]
 
-    def _tried(self, act: Callable[[], None]) -> None:
+    def _attempt(self, act: Callable[[], None]) -> None:
         """Calls `act`; handles that a step of a run is replaced, deleted or damaged meanwhile."""
         for number in range(_MOST_TRIES):
             try:
@@ -382,14 +382,14 @@ def _copy_lines(source: str, target: str, copies: Sequence[_Copy], verb: str) ->
     return lines
 
 
-def _done(value: dict[str, Any], copies: Sequence[_Copy]) -> dict[str, Any]:
+def _copy_result(value: dict[str, Any], copies: Sequence[_Copy]) -> dict[str, Any]:
     """Returns the JSON value of a copy with the number of checkpoints by outcome."""
     states = Counter(copy.state for copy in copies)
     counts = {"num_copied": "copied", "num_there": "there", "num_gone": "gone"}
     return {**value, **{name: states[state] for name, state in counts.items()}}
 
 
-def _planned(view: CheckpointView) -> tuple[int, int]:
+def _count_files(view: CheckpointView) -> tuple[int, int]:
     """Returns the number of files and bytes of a checkpoint with its items."""
     from ray_dcp.runtime.copying import plan_copy
 
@@ -619,7 +619,7 @@ class _Marks:
         self.readers: tuple[str, ...] = ()
         if self._step is not None and run and not run.endswith("/"):
             self._shared = open_storage(place_below(self._run, SHARED_FOLDER))
-            self._look()
+            self._read_tags()
 
     def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
         """Deletes the step as it was read, unless it has been protected or replaced since."""
@@ -637,7 +637,7 @@ class _Marks:
         mark = Announced(self._step, new_attempt(), self._name)
         freeing(self._shared, partial(self._shared.write, mark.key, b""))
         try:
-            self._look()
+            self._read_tags()
             _check_deletable(self._view, self, force=force)
             with self._taken_away(self._shared, self._step):
                 work = partial(
@@ -685,7 +685,7 @@ class _Marks:
                 shared.write(key, data)
             raise
 
-    def _look(self) -> None:
+    def _read_tags(self) -> None:
         if self._shared is None:
             return
         found = tags_in(entry.key for entry in self._shared.list(f"{TAGS}{self._step}."))

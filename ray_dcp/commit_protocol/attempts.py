@@ -170,11 +170,11 @@ class Vote:
         match result:
             case RecordCreated():
                 is_abort = self._abort is not None
-                return self._found(result.slot, is_abort, self._record, result.overtaken)
+                return self._judge(result.slot, is_abort, self._record, result.overtaken)
             case SlotTaken() if result.attempt == self.attempt:
-                return self._found(result.slot, result.is_abort, result.record, result.overtaken)
+                return self._judge(result.slot, result.is_abort, result.record, result.overtaken)
             case SlotTaken():
-                return self._taken(result)
+                return self._after_taken_slot(result)
             case SlotFree() if self._refused is not None:
                 return Open(self._refused)
             case SlotFree():
@@ -196,7 +196,7 @@ class Vote:
             self.target, self.slot, self.attempt, *self._abort, self._create_if_absent
         )
 
-    def _found(
+    def _judge(
         self, slot: int, is_abort: bool, record: bytes, overtaken: Overtaken | None
     ) -> Decision:
         """Returns the decision that follows from a record of this attempt in a slot."""
@@ -208,7 +208,7 @@ class Vote:
                 return self.decided_by
         return Fenced(slot) if is_abort else Won(slot, record)
 
-    def _taken(self, found: SlotTaken) -> VoteTask | Decision:
+    def _after_taken_slot(self, found: SlotTaken) -> VoteTask | Decision:
         if not found.is_abort:
             self.decided_by = Lost(found.slot, found.attempt, found.is_delete)
             if self._abort is None:

@@ -164,20 +164,20 @@ class Coordination:
         if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
             call = call_of(request) if isinstance(request, Opening) else None
             self._liveness.requested(request.key, request.rank, silence_s, call)
-        machine = self._known(request.key)
-        seq = self._renumbered(machine, request)
+        machine = self._find(request.key)
+        seq = self._renumber(machine, request)
         if seq is not None:
             return (Answer(request.key, (request.rank,), step_of(request), Renumbered(seq)),)
         if machine is not None:
             opens = isinstance(request, Opening)
             if machine.awaits(request.rank) and not opens:
                 return self._refuse_restarted(machine, request)
-            return self._after(machine, machine.receive(request))
+            return self._settle_finished(machine, machine.receive(request))
         machine = self._machine_for(request)
         machine.describe_rank = partial(self._liveness.describe, machine.key)
         commands = machine.receive(request)
         self._active[request.key] = machine
-        return self._after(machine, commands + self._early_events(machine, lost))
+        return self._settle_finished(machine, commands + self._early_events(machine, lost))
 
     def resume(self, planned: StagedPlan) -> Commands:
         """Resumes a save that an earlier coordinator had planned. Must be called first."""
@@ -185,7 +185,7 @@ class Coordination:
         machine.describe_rank = partial(self._liveness.describe, machine.key)
         self._active[machine.key] = machine
         commands = machine.resume(planned)
-        return self._after(machine, commands + self._early_events(machine, {}))
+        return self._settle_finished(machine, commands + self._early_events(machine, {}))
 
     def _early_events(self, machine: Machine, lost: Mapping[int, CheckpointError]) -> Commands:
         """Applies the events that arrived before a machine existed: a cancel and lost ranks."""
@@ -222,7 +222,7 @@ class Coordination:
                 self._lose_early(key, beat.rank, went_ahead(key, beat.rank))
             elif machine is not None and machine.awaits(beat.rank):
                 lost = machine.lost({beat.rank: went_ahead(key, beat.rank)})
-                commands += self._after(machine, lost)
+                commands += self._settle_finished(machine, lost)
         return commands
 
     def ack(self, beat: Heartbeat, ack: HeartbeatAck) -> HeartbeatAck:
@@ -256,7 +256,7 @@ class Coordination:
         for key, machine in list(self._active.items()):
             silent = self._liveness.silent(key)
             if silent:
-                commands += self._after(machine, machine.lost(silent))
+                commands += self._settle_finished(machine, machine.lost(silent))
         self._note_long_waits()
         return commands
 
@@ -266,7 +266,7 @@ class Coordination:
         for key, machine in self._active.items():
             since_s, is_noted = before.get((key, machine.phase), (now_s, False))
             long = now_s - since_s >= LONG_WAIT_S
-            who = self._awaited(machine) if long and not is_noted else ""
+            who = self._describe_wait(machine) if long and not is_noted else ""
             if who and machine.waiting_ranks:
                 self._long_waits.setdefault((key.session, min(machine.waiting_ranks)), []).append(
                     f"Operation {key.seq} of session {key.session!r} ({machine.call}) has been "
@@ -276,7 +276,7 @@ class Coordination:
         sessions = {key.session for key in self._active}
         self._long_waits = {at: w for at, w in self._long_waits.items() if at[0] in sessions}
 
-    def _awaited(self, machine: Machine) -> str:
+    def _describe_wait(self, machine: Machine) -> str:
         if not isinstance(machine, SaveMachine) or not machine.is_queued:
             return machine.awaited()
         others = [
@@ -297,7 +297,7 @@ class Coordination:
         Raises:
             InternalError: The operation is unknown, or the result is of the wrong kind.
         """
-        machine = self._known(key)
+        machine = self._find(key)
         if machine is None:
             if self._has_forgotten(key):
                 return ()
@@ -305,7 +305,7 @@ class Coordination:
                 f"Expected an operation that asked for {type(task).__name__}, but operation "
                 f"{key.seq} of session {key.session!r} is not known. Please report this"
             )
-        return self._after(machine, machine.performed(task, result))
+        return self._settle_finished(machine, machine.performed(task, result))
 
     def expired(self, key: OpKey, phase: str) -> Commands:
         """Handles an expired timer; ignores one of an operation or phase that has ended.
@@ -315,7 +315,7 @@ class Coordination:
             phase: Phase of the `Arm`.
         """
         machine = self._active.get(key)
-        return () if machine is None else self._after(machine, machine.expired(phase))
+        return () if machine is None else self._settle_finished(machine, machine.expired(phase))
 
     def lost(self, session: str, ranks: Iterable[int], reason: str) -> Commands:
         """Marks ranks dead: fails current and later operations that need them.
@@ -340,7 +340,7 @@ class Coordination:
         commands: Commands = ()
         for key, machine in list(self._active.items()):
             if key.session == session:
-                commands += self._after(machine, machine.lost(errors))
+                commands += self._settle_finished(machine, machine.lost(errors))
         return commands
 
     def cancel(self, key: OpKey, reason: str) -> Commands:
@@ -356,11 +356,11 @@ class Coordination:
             self._cancelled.setdefault(key, reason)
             trim(self._cancelled, EARLY)
         save = self._save_of(key)
-        return () if save is None else self._after(save, save.cancel(reason))
+        return () if save is None else self._settle_finished(save, save.cancel(reason))
 
     def is_cancelled(self, key: OpKey) -> bool:
         """Returns whether a save fails, or failed, because it was cancelled."""
-        machine = self._known(key)
+        machine = self._find(key)
         if machine is None:
             return key in self._cancelled
         return isinstance(machine, SaveMachine) and machine.is_cancelled
@@ -390,15 +390,15 @@ class Coordination:
         if machine is None or (left.is_interrupt and isinstance(machine, SaveMachine)):
             return cancelled
         if isinstance(machine, SaveMachine):
-            return self._after(machine, machine.give_up(error))
-        return self._after(machine, machine.lost({rank: error}))
+            return self._settle_finished(machine, machine.give_up(error))
+        return self._settle_finished(machine, machine.lost({rank: error}))
 
     def outcome(self, key: OpKey) -> Reply | None:
         """Returns the final reply to every rank; None before it is known.
 
         For an unknown operation, which an earlier coordinator began, returns a `Refused`.
         """
-        machine = self._known(key)
+        machine = self._find(key)
         if machine is not None:
             return machine.outcome
         return Refused(
@@ -413,7 +413,7 @@ class Coordination:
         """Operations that have not ended, in the order in which they began."""
         return tuple(self._active)
 
-    def _renumbered(self, machine: Machine | None, request: Request) -> int | None:
+    def _renumber(self, machine: Machine | None, request: Request) -> int | None:
         """Returns the new number of a call if its rank has missed earlier calls; None otherwise.
 
         It applies if the other ranks abandoned the operation that this rank begins. The rank is
@@ -436,7 +436,7 @@ class Coordination:
         begun = (seq for seq in count(key.seq + 1) if not self._is_over(replace(key, seq=seq)))
         return next(begun)
 
-    def _known(self, key: OpKey) -> Machine | None:
+    def _find(self, key: OpKey) -> Machine | None:
         return self._active.get(key) or self._finished.get(key)
 
     def _machine_for(self, request: Request) -> Machine:
@@ -481,9 +481,9 @@ class Coordination:
         refused = Refused(unknown(request, "this coordinator was restarted since"))
         answer = Answer(request.key, (request.rank,), step_of(request), refused)
         lost = machine.lost({request.rank: went_ahead(request.key, request.rank)})
-        return (answer, *self._after(machine, lost))
+        return (answer, *self._settle_finished(machine, lost))
 
-    def _after(self, machine: Machine, commands: Commands) -> Commands:
+    def _settle_finished(self, machine: Machine, commands: Commands) -> Commands:
         if machine.over and self._active.pop(machine.key, None) is not None:
             self._finished[machine.key] = machine
             self._liveness.ended(machine.key)
@@ -524,16 +524,16 @@ class Coordination:
                 f"session is saving to {first.url}. Wait for its handle, or save under another id",
                 checkpoint_id=first.url,
             )
-            return self._after(first, first.give_up(error))
+            return self._settle_finished(first, first.give_up(error))
         if len(under_way) < most:
-            return self._after(first, first.begin())
+            return self._settle_finished(first, first.begin())
         if first.options.when_full == "skip":
             error = SaveSkippedError(
                 f"The save was skipped, as {len(under_way)} are under way "
                 f"(SaveOptions.max_pending={most}, when_full='skip')",
                 checkpoint_id=first.url,
             )
-            return self._after(first, first.give_up(error))
+            return self._settle_finished(first, first.give_up(error))
         return ()
 
     # The stagers of asynchronous saves
@@ -570,5 +570,5 @@ class Coordination:
         """
         commands: Commands = ()
         for save in self._saves:
-            commands += self._after(save, save.stager_lost(stager, reason))
+            commands += self._settle_finished(save, save.stager_lost(stager, reason))
         return commands

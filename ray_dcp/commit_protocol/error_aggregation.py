@@ -189,7 +189,7 @@ def deadline(
         describe_rank: Returns a description of a rank; empty if nothing is known of it.
     """
     missing = sorted(ranks)
-    facts = _known(missing, describe_rank)
+    facts = _describe_ranks(missing, describe_rank)
     error = DeadlineError(
         f"Expected every rank to {what} within {after_s:g} s, but {name_ranks(missing)} did not "
         f"(operation {key.seq} of session {key.session!r}){facts}. Look at the log of "
@@ -207,10 +207,10 @@ def name_known(ranks: Iterable[int], describe_rank: Callable[[int], str]) -> str
         describe_rank: As for `deadline`.
     """
     ordered = sorted(ranks)
-    return name_ranks(ordered) + _known(ordered, describe_rank)
+    return name_ranks(ordered) + _describe_ranks(ordered, describe_rank)
 
 
-def _known(ordered: list[int], describe_rank: Callable[[int], str]) -> str:
+def _describe_ranks(ordered: list[int], describe_rank: Callable[[int], str]) -> str:
     known = [text for text in map(describe_rank, ordered[:MOST_DESCRIBED]) if text]
     more = f"; and {len(ordered) - MOST_DESCRIBED} more" if len(ordered) > MOST_DESCRIBED else ""
     return f": {'; '.join(known)}{more}" if known else ""
@@ -268,10 +268,10 @@ def call_of(request: Opening) -> Call:
 def describe_call(call: Call) -> str:
     """Returns a description of a call, with the options that differ from the defaults."""
     what, options = call
-    return what if options is None else f"{what}{_chosen(options)}"
+    return what if options is None else f"{what}{_describe_options(options)}"
 
 
-def _chosen(options: SaveOptions | LoadOptions) -> str:
+def _describe_options(options: SaveOptions | LoadOptions) -> str:
     chosen = [
         f"{field.name}={getattr(options, field.name)!r}"
         for field in fields(options)

@@ -208,7 +208,7 @@ class Liveness:
                 heartbeats until this operation has ended for it; None if it does not.
             call: The call, if the request begins an operation.
         """
-        known = self._of(key.session, rank)
+        known = self._entry_of(key.session, rank)
         known.heard_s = self._clock()
         if timeout_s is not None:
             known.timeout_s = timeout_s
@@ -218,7 +218,7 @@ class Liveness:
 
     def heartbeat(self, beat: Heartbeat) -> None:
         """Records a heartbeat: its rank is present for the operations in it, and no others."""
-        known = self._of(beat.session, beat.rank)
+        known = self._entry_of(beat.session, beat.rank)
         known.heard_s = now_s = self._clock()
         known.timeout_s = beat.timeout_s
         known.doings = beat.doings
@@ -228,7 +228,7 @@ class Liveness:
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Registers the place of a rank, for example `"pid 12 on node-3"`."""
-        self._of(session, rank).place = place
+        self._entry_of(session, rank).place = place
 
     def ended(self, key: OpKey) -> None:
         """Records that an operation has ended."""
@@ -269,16 +269,16 @@ class Liveness:
         now_s = self._clock()
         if known.heard_s is None:
             since_s = now_s - self._began_s
-            return f"{who} was never heard by this coordinator, which began {_age(since_s)}"
+            return f"{who} was never heard by this coordinator, which began {_ago(since_s)}"
         silent_s = now_s - known.heard_s
         doing = next((doing for doing in known.doings if doing.covers(key)), None)
         if doing is not None and silent_s <= 2 * beat_interval_s(known.timeout_s or 0.0):
             return f"{who} {_progress(doing, silent_s)}"
         if known.last is None or known.last[0] == key or doing is not None:
-            return f"{who} was last heard {_age(silent_s)}"
+            return f"{who} was last heard {_ago(silent_s)}"
         return f"{who} never called: {self._last_call(known.last)}"
 
-    def _of(self, session: str, rank: int) -> _Known:
+    def _entry_of(self, session: str, rank: int) -> _Known:
         ranks = self._sessions.setdefault(session, {})
         self._sessions.move_to_end(session)
         while len(self._sessions) > SESSIONS:
@@ -300,7 +300,7 @@ class Liveness:
             )
         return DeadlineError(
             f"Expected rank {rank}{where} to be heard every {known.timeout_s:g} s while it takes "
-            f"part, but its last sign of life came {_age(silent_s)}: its process is frozen "
+            f"part, but its last sign of life came {_ago(silent_s)}: its process is frozen "
             f"(stopped, swapped out, or a thread holds the GIL), or its machine is out of reach. "
             f"Look at that process, restart rank {rank} and call again; raise heartbeat_timeout_s "
             f"if such pauses are normal",
@@ -310,7 +310,7 @@ class Liveness:
     def _last_call(self, last: tuple[OpKey, Call]) -> str:
         key, call = last[0], describe_call(last[1])
         ended_s = self._ended.get(key)
-        end = "has not ended" if ended_s is None else f"ended {_age(self._clock() - ended_s)}"
+        end = "has not ended" if ended_s is None else f"ended {_ago(self._clock() - ended_s)}"
         return f"its last operation was #{key.seq} ({call}), which {end}"
 
 
@@ -319,12 +319,12 @@ def _progress(doing: Doing, silent_s: float) -> str:
     if verb is None:
         return f"has been {doing.phase} for {doing.phase_s + silent_s:.1f} s"
     quiet_s = doing.quiet_s + silent_s
-    amount = _amount(doing.done_bytes, doing.total_bytes)
+    amount = _format_progress(doing.done_bytes, doing.total_bytes)
     state = "slow" if quiet_s <= SLOW_S else f"stuck in {doing.key or 'its own memory'}"
-    return f"last {verb} {amount} {_age(quiet_s)} ({state})"
+    return f"last {verb} {amount} {_ago(quiet_s)} ({state})"
 
 
-def _amount(done: int, total: int) -> str:
+def _format_progress(done: int, total: int) -> str:
     unit, name = next(
         ((unit, name) for unit, name in ((10**9, "GB"), (10**6, "MB")) if max(done, total) >= unit),
         (10**3, "kB"),
@@ -333,5 +333,5 @@ def _amount(done: int, total: int) -> str:
     return f"{done / unit:.1f}{of_total} {name}"
 
 
-def _age(seconds: float) -> str:
+def _ago(seconds: float) -> str:
     return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"

@@ -86,16 +86,16 @@ class LoadMachine(Operation):
             case "joining", LoadJoin():
                 self._admit(request)
             case "planning", LoadReady() if 0 <= request.rank < self.world_size:
-                self._note(request, request.error)
+                self._record(request, request.error)
                 if request.needs is not None:
                     self._needs[request.rank] = request.needs
                 if request.untaken is not None:
                     self._untaken[request.rank] = request.untaken
             case "reading", LoadDone() if 0 <= request.rank < self.world_size:
-                self._note(request, request.error)
+                self._record(request, request.error)
                 self._done.append(request.counts)
             case _:
-                raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+                raise self._unexpected(f"{type(request).__name__} of rank {request.rank}")
         return self._check_barrier()
 
     def _on_result(self, result: Result) -> Commands:
@@ -112,7 +112,7 @@ class LoadMachine(Operation):
             case "sharing", Failed():
                 # Why not fail: shared reads only reduce the load on the storage.
                 return self._proceed(None)
-        raise self._contradiction(f"result {type(result).__name__}")
+        raise self._unexpected(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:
         if self.phase == "sharing":
@@ -283,11 +283,11 @@ class SharedReads:
             case Enter():
                 self._enter(message)
             case Offer():
-                self._offer(message)
+                self._record_offer(message)
             case Decline():
                 self._decline(message.rank, message.units)
             case Use():
-                self._use(message.rank, message.units)
+                self._record_use(message.rank, message.units)
             case Leave():
                 self._leave(message)
 
@@ -320,7 +320,7 @@ class SharedReads:
         if message.rank in self._left:
             self._end(message.rank)
 
-    def _offer(self, message: Offer) -> None:
+    def _record_offer(self, message: Offer) -> None:
         unit = self._units.setdefault(message.unit, _Unit())
         if unit.state != "open" or unit.reader not in (None, message.rank):
             return
@@ -336,7 +336,7 @@ class SharedReads:
                 unit.reader, unit.state = rank, "gone"
                 self._notify(unit.wanted_by - unit.used_by, number)
 
-    def _use(self, rank: int, units: Iterable[int]) -> None:
+    def _record_use(self, rank: int, units: Iterable[int]) -> None:
         for number in units:
             unit = self._units.setdefault(number, _Unit())
             unit.used_by.add(rank)
@@ -350,7 +350,7 @@ class SharedReads:
         mine, offered = self._of_rank.get(rank, set()), self._left[rank]
         own = [n for n in sorted(mine - offered) if self._units[n].reader == rank]
         self._decline(rank, own)
-        self._use(rank, sorted(mine))
+        self._record_use(rank, sorted(mine))
 
     def _free_if_used(self, number: int, unit: _Unit) -> None:
         if unit.state == "there" and unit.ranks is not None and len(unit.used_by) >= unit.ranks:

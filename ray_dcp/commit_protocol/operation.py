@@ -199,7 +199,7 @@ class Operation(ABC):
 
     def awaited(self) -> str:
         """Returns a description of the missing ranks in a phase that moves no bytes, or ""."""
-        idle = self._awaited() is not None and self.phase not in ("writing", "reading")
+        idle = self._awaited_step() is not None and self.phase not in ("writing", "reading")
         missing = self._barrier.missing if idle else []
         return f"for {name_known(missing, self.describe_rank)}" if missing else ""
 
@@ -222,11 +222,11 @@ class Operation(ABC):
             CheckpointError: The request is refused; nothing has changed.
         """
         if isinstance(request, Opening):
-            error = self._objection(request)
+            error = self._find_objection(request)
             if error is not None and not self._have_disagreed():
                 if self.phase != "joining":
                     raise error
-                return self._differ(request, error)
+                return self._record_difference(request, error)
         at = (request.rank, step_of(request))
         reply = self._replies.get(at) or self._outcome
         if reply is not None:
@@ -269,18 +269,18 @@ class Operation(ABC):
         if self.over or phase != self.phase:
             return ()
         self._log("expired")
-        awaited = self._awaited()
+        awaited = self._awaited_step()
         if awaited is None:
             return self._on_expired()
         missing = self._barrier.missing
         if missing and not self._grace:  # with grace, it only waited for other ranks' errors
-            self._barrier.blame(self._overdue(missing, *awaited))
+            self._barrier.blame(self._overdue_errors(missing, *awaited))
         return self._fail(combine(self._barrier.errors, self.url))
 
-    def _overdue(
+    def _overdue_errors(
         self, missing: Sequence[int], what: str, after_s: float, way_out: str
     ) -> Mapping[int, CheckpointError]:
-        """Returns the errors of ranks that missed a deadline; see `_awaited`."""
+        """Returns the errors of ranks that missed a deadline; see `_awaited_step`."""
         return deadline(self.key, missing, what, after_s, way_out, self.describe_rank)
 
     def needs(self, rank: int) -> bool:
@@ -319,7 +319,7 @@ class Operation(ABC):
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
         """Handles the loss of ranks while there is no outcome."""
-        if self._awaited() is None:
+        if self._awaited_step() is None:
             return self._fail(combine(errors, self.url))
         if self.phase == self.last_barrier:
             errors = {rank: e for rank, e in errors.items() if rank not in self._barrier.arrived}
@@ -334,7 +334,7 @@ class Operation(ABC):
 
     # Requests
 
-    def _objection(self, request: Opening) -> RankDisagreementError | None:
+    def _find_objection(self, request: Opening) -> RankDisagreementError | None:
         differing = self._differing.get(request.rank)
         if differing is not None and content(differing) == content(compact(request)):
             return None
@@ -355,7 +355,7 @@ class Operation(ABC):
             return two_calls(request, "other content")
         return None
 
-    def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
+    def _record_difference(self, request: Opening, error: RankDisagreementError) -> Commands:
         """Records a call that differs from the others'; waits `GRACE_S` for more that differ."""
         self._log(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
@@ -372,9 +372,9 @@ class Operation(ABC):
 
     def _admit(self, request: Opening) -> None:
         self._openings[request.rank] = compact(request)
-        self._note(request, request.error)
+        self._record(request, request.error)
 
-    def _note(self, request: Request, error: CheckpointError | None) -> None:
+    def _record(self, request: Request, error: CheckpointError | None) -> None:
         self._log(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
         self._waiting[request.rank, step_of(request)] = None
         self._barrier.note(request.rank, error)
@@ -408,13 +408,13 @@ class Operation(ABC):
 
     # Phases, timer and task
 
-    def _to(self, phase: str) -> None:
+    def _enter(self, phase: str) -> None:
         self._log(f"→ {phase}")
         self.phase = phase
 
     def _call(self, phase: str) -> None:
         """Begins a phase in which every rank has to arrive once."""
-        self._to(phase)
+        self._enter(phase)
         self._barrier = Barrier(self.world_size)
         self._grace = False
 
@@ -422,7 +422,7 @@ class Operation(ABC):
         if self.phase == "joining":
             self._absent = frozenset(range(self.world_size)) - self._barrier.arrived
         self._pending = None
-        self._to(phase)
+        self._enter(phase)
         self.over = True
         self._replies.clear()
         self._openings.clear()
@@ -433,7 +433,7 @@ class Operation(ABC):
         self._armed = self.phase
         return Arm(self.key, self.phase, after_s)
 
-    def _awaited(self) -> tuple[str, float, str] | None:
+    def _awaited_step(self) -> tuple[str, float, str] | None:
         """Returns what every rank has to do now, the deadline in seconds, and the way out.
 
         None in a phase that waits for no rank.
@@ -447,7 +447,7 @@ class Operation(ABC):
     def _check_barrier(self) -> Commands:
         """Continues or fails if every rank has arrived or failed; waits otherwise."""
         if not self._barrier.is_complete:
-            awaited = self._awaited()
+            awaited = self._awaited_step()
             return () if awaited is None else self._wait(awaited[1])
         if self._barrier.errors:
             return self._fail(combine(self._barrier.errors, self.url))
@@ -470,7 +470,7 @@ class Operation(ABC):
 
     def _step(self, phase: str, task: Task, after_s: float) -> Commands:
         """Begins a phase that waits for one task."""
-        self._to(phase)
+        self._enter(phase)
         return self._arm(after_s), self._perform(task)
 
     # History
@@ -478,7 +478,7 @@ class Operation(ABC):
     def _log(self, what: str) -> None:
         self._history.append(what)
 
-    def _contradiction(self, event: str) -> InternalError:
+    def _unexpected(self, event: str) -> InternalError:
         return InternalError(
             f"Expected no {event} while operation {self.key.seq} of session "
             f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._history)}. "
@@ -500,7 +500,7 @@ class ExchangeMachine(Operation):
 
     def _on_request(self, request: Request) -> Commands:
         if self.phase != "joining" or not isinstance(request, Exchange):
-            raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+            raise self._unexpected(f"{type(request).__name__} of rank {request.rank}")
         self._admit(request)
         self._outboxes[request.rank] = request.outbox
         strangers = [rank for rank in request.outbox if not 0 <= rank < self.world_size]
@@ -514,12 +514,12 @@ class ExchangeMachine(Operation):
         return self._check_barrier()
 
     def _on_result(self, result: Result) -> Commands:
-        raise self._contradiction(f"result {type(result).__name__}")
+        raise self._unexpected(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:
-        raise self._contradiction("deadline")
+        raise self._unexpected("deadline")
 
-    def _awaited(self) -> tuple[str, float, str]:
+    def _awaited_step(self) -> tuple[str, float, str]:
         return f"come to exchange {self._tag!r}", self._timeout_s, "raise the timeout"
 
     def _all_arrived(self) -> Commands:

@@ -295,7 +295,7 @@ class SaveMachine(Operation):
                     rank=request.rank,
                 )
             if not 0 <= request.rank < self.world_size:
-                raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+                raise self._unexpected(f"{type(request).__name__} of rank {request.rank}")
         return super().receive(request)
 
     def cancel(self, reason: str) -> Commands:
@@ -336,12 +336,12 @@ class SaveMachine(Operation):
             case "writing", SaveReceipt():
                 # Also from a rank of an asynchronous save that found no stager.
                 self._left.get(request.rank, set()).clear()
-                self._note(request, request.error)
+                self._record(request, request.error)
                 self._receipts.extend(request.files)
                 return self._check_barrier()
             case "writing", SaveJoin() if self._planned_in != self._epoch:
                 # The save was resumed, and this rank had not received its part of the plan.
-                self._note(request, went_ahead(self.key, request.rank))
+                self._record(request, went_ahead(self.key, request.rank))
                 return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
                 self._holders.setdefault(request.rank, set()).add(request.stager)
@@ -361,7 +361,7 @@ class SaveMachine(Operation):
                 # The save is being decided; this rank waits for the outcome.
                 self._waiting[request.rank, step_of(request)] = None
                 return ()
-        raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+        raise self._unexpected(f"{type(request).__name__} of rank {request.rank}")
 
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
@@ -395,7 +395,7 @@ class SaveMachine(Operation):
                 return self._done_with(result)
             case _, Failed():
                 return self._fail(located(result.error, self._target.url))
-        raise self._contradiction(f"result {type(result).__name__}")
+        raise self._unexpected(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:
         match self.phase:
@@ -404,13 +404,13 @@ class SaveMachine(Operation):
             case "building" | "table":
                 return self._fail(self._too_slow("commit_timeout_s"))
             case "record" | "aborting":
-                return tuple(self._conclude(self._undecided()))
+                return tuple(self._conclude(self._undecided_reply()))
             case "publishing" | "collecting" if self._won is not None:
                 self._warnings.append(
                     f"The checkpoint is committed, but {self.phase} took longer than "
                     f"SaveOptions.commit_timeout_s={self.options.commit_timeout_s:g} s"
                 )
-                return tuple(self._conclude(self._success()))
+                return tuple(self._conclude(self._success_reply()))
         return tuple(self._finish())
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
@@ -421,13 +421,13 @@ class SaveMachine(Operation):
         # Why not the others: stagers hold their bytes, and write them however slow they are.
         return super()._on_lost({r: e for r, e in errors.items() if r not in self._holders})
 
-    def _overdue(
+    def _overdue_errors(
         self, missing: Sequence[int], what: str, after_s: float, way_out: str
     ) -> Mapping[int, CheckpointError]:
         # Why separate: these ranks have done their part; a stager or its storage is late.
         held = {r: " and ".join(sorted(self._holders[r])) for r in missing if r in self._holders}
         late = [rank for rank in missing if rank not in held]
-        found = dict(super()._overdue(late, what, after_s, way_out)) if late else {}
+        found = dict(super()._overdue_errors(late, what, after_s, way_out)) if late else {}
         slow = stagers_late(self._target.url, held, self._left, after_s, way_out) if held else None
         return {**found, **dict.fromkeys(held, slow)} if slow else found
 
@@ -438,13 +438,13 @@ class SaveMachine(Operation):
         if self.phase == "joining":
             self._admit(join)
         else:
-            self._note(join, join.error)
+            self._record(join, join.error)
         return self._check_barrier()
 
     def _all_arrived(self) -> Commands:
         match self.phase:
             case "joining" if self.is_staged:
-                self._to("queued")
+                self._enter("queued")
                 return ()
             case "writing":
                 return self._build()
@@ -460,7 +460,7 @@ class SaveMachine(Operation):
             return self._step("reading", ReadRecords(self._target), self.options.plan_timeout_s)
         self._rounds += 1
         if self._rounds > MOST_ROUNDS:
-            return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
+            return self._fail(self._unexpected(f"answer of {name_ranks(asked)} without items"))
         self._call("gathering")
         self._barrier.arrived.update(rank for rank in range(self.world_size) if rank not in asked)
         answers = []
@@ -627,14 +627,14 @@ class SaveMachine(Operation):
         if found.record:
             self._won = Won(found.slot, found.record)
         # Why "undecided" otherwise: each rank reads the outcome and its reason from storage.
-        reply = self._success() if self._won else self._undecided()
+        reply = self._success_reply() if self._won else self._undecided_reply()
         return (*self._conclude(reply), *self._finish())
 
     # The commit
 
     def _build(self) -> Commands:
         if self._plan is None:
-            raise self._contradiction("receipt without a plan")
+            raise self._unexpected("receipt without a plan")
         task = BuildCommit(
             self._target,
             self._attempt,
@@ -656,7 +656,7 @@ class SaveMachine(Operation):
     def _advance(self, step: VoteTask | Decision) -> Commands:
         match step:
             case Won():
-                return self._committed(step)
+                return self._enter_committed(step)
             case Lost():
                 self._error = lost_race(self._vote, step)
                 return self._failed(self._error)
@@ -670,7 +670,7 @@ class SaveMachine(Operation):
                 return self._leave_open(step.error)
         return (self._perform(step),)
 
-    def _committed(self, won: Won) -> Commands:
+    def _enter_committed(self, won: Won) -> Commands:
         self._won = won
         metadata = self._built.metadata if self._built else None
         self._to_do = [PublishMetadata(self._target, won.slot, metadata)]
@@ -678,9 +678,9 @@ class SaveMachine(Operation):
             self._to_do.append(CollectReplaced(self._target, self._seen.replaced))
         return self._follow()
 
-    def _success(self) -> Reply:
+    def _success_reply(self) -> Reply:
         if self._won is None:
-            raise self._contradiction("success before the commit")
+            raise self._unexpected("success before the commit")
         record = self._won.record if len(self._won.record) <= MOST_SENT_BYTES else b""
         return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
 
@@ -700,7 +700,7 @@ class SaveMachine(Operation):
         """Ends a save whose abort record could not be created, or would not stop its manifest."""
         self._error = self._error or error
         if self._may_yet_be_committed:
-            return (*self._conclude(self._undecided()), *self._finish())
+            return (*self._conclude(self._undecided_reply()), *self._finish())
         # No manifest was ever tried, so none can appear: the failure is final without a record.
         note = f"No abort record could be written for attempt {self._attempt}: {error}"
         self._error.__notes__ = [*getattr(self._error, "__notes__", ()), note]
@@ -719,7 +719,7 @@ class SaveMachine(Operation):
         """Whether a manifest was tried, or another coordinator may resume and commit the save."""
         return self._vote.at_stake or self.is_staged
 
-    def _undecided(self) -> Refused:
+    def _undecided_reply(self) -> Refused:
         """Returns the outcome that ranks get while the vote is open."""
         if self._error is not None and not self._may_yet_be_committed:
             return Refused(self._error)
@@ -730,7 +730,7 @@ class SaveMachine(Operation):
     def _follow(self) -> Commands:
         """Begins the next follow-up task; after the last one, reports a commit to the ranks."""
         if not self._to_do:
-            told = self._conclude(self._success()) if self._won is not None else []
+            told = self._conclude(self._success_reply()) if self._won is not None else []
             return (*told, *self._finish())
         task = self._to_do.pop(0)
         return self._step(FOLLOW_UPS[type(task)], task, self.options.commit_timeout_s)

@@ -497,15 +497,15 @@ def _check_boxes(columns: Columns) -> list[str]:
     huge = np.prod(spans, axis=1) * 16 > _MAX_BYTES
     far = (columns.offset >= 1 << 61) | (columns.offset <= -(1 << 61))
     return (
-        _faults(
+        _describe_faults(
             columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1"
         )
-        + _faults(columns, np.any(negative, axis=1), "has a negative shape or size")
-        + _faults(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
+        + _describe_faults(columns, np.any(negative, axis=1), "has a negative shape or size")
+        + _describe_faults(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
     )
 
 
-def _faults(columns: Columns, bad: Any, what: str) -> list[str]:
+def _describe_faults(columns: Columns, bad: Any, what: str) -> list[str]:
     return [f"{columns.names[columns.name[row]]!r} {what}" for row in np.flatnonzero(bad)]
 
 
@@ -545,15 +545,15 @@ def is_own(name: str, world_size: int) -> bool:
 def without_rank(columns: Columns, world_size: int) -> Columns:
     """Returns columns with `*` in place of the rank's number, if their names contain one."""
     number = number_in(columns.names, world_size)
-    return columns if number is None else _renumbered(columns, str(number), ANY, world_size)
+    return columns if number is None else _rename_indices(columns, str(number), ANY, world_size)
 
 
 def for_rank(columns: Columns, rank: int, world_size: int) -> Columns:
     """Returns columns with a rank's number in place of `*`."""
-    return _renumbered(columns, ANY, str(rank), world_size)
+    return _rename_indices(columns, ANY, str(rank), world_size)
 
 
-def _renumbered(columns: Columns, old: str, new: str, world_size: int) -> Columns:
+def _rename_indices(columns: Columns, old: str, new: str, world_size: int) -> Columns:
     before, after = _part(old, world_size), _part(new, world_size)
     end = f".{before}"
     names, paths = list(columns.names), list(columns.paths)

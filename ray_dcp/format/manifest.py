@@ -557,14 +557,14 @@ def _record_of(told: Any) -> Record:
     return cls(**dict.fromkeys(_OPTIONAL & _FIELDS[cls]) | found)
 
 
-def _verdict(value: Any, name: str) -> Verdict:
+def _decode_verdict(value: Any, name: str) -> Verdict:
     if not isinstance(value, dict) or set(value) != {"attempt", "committed"}:
         raise damaged(f"attempt and committed in {name}", short(value))
     return Verdict(attempt(value["attempt"], name), flag(value["committed"], name))
 
 
-def _verdicts(value: Any, name: str) -> tuple[Verdict, ...]:
-    found = items(value, name, _verdict)
+def _decode_verdicts(value: Any, name: str) -> tuple[Verdict, ...]:
+    found = items(value, name, _decode_verdict)
     if len({verdict.attempt for verdict in found}) != len(found):
         raise damaged(f"each attempt once in {name}", "one twice")
     return found
@@ -611,7 +611,7 @@ _READERS: dict[str, Reader[Any]] = {
     "num_chunks": integer,
     "payload_bytes": integer,
     "previous_slot": integer,
-    "decided": _verdicts,
+    "decided": _decode_verdicts,
     "deferred": _place_runs,
     "table_end": entry,
     "about": _mapping,

@@ -359,14 +359,14 @@ def allowed_global(name: str) -> Global | None:
     return Global(name, _BUILDERS.get(name)) if is_known else None
 
 
-def _one(args: tuple[Any, ...]) -> Any:
+def _only_argument(args: tuple[Any, ...]) -> Any:
     if len(args) != 1:
         raise damaged("one argument", str(len(args)))
     return args[0]
 
 
 def _torch_size(args: tuple[Any, ...]) -> Any:
-    value = _one(args) if args else ()
+    value = _only_argument(args) if args else ()
     if not isinstance(value, (list, tuple)):
         raise damaged("a size", "something else")
     return value
@@ -382,18 +382,18 @@ def _member(args: tuple[Any, ...]) -> Any:
     """Returns the stand-in of an enumeration member; Python 3.11.0 to 3.11.3 pickles its name."""
     is_of_dcp = len(args) == 2 and type(args[0]) is Global and args[0].name in _ENUMERATIONS
     if not is_of_dcp or type(args[1]) is not str or not args[1].isupper():
-        raise _unsafe("builtins.getattr")
+        raise _unsafe_error("builtins.getattr")
     return Instance(args[0].name, args[1:])
 
 
-def _unknown(dotted: str) -> CheckpointError:
+def _unknown_name_error(dotted: str) -> CheckpointError:
     """Returns the error for a name that no known `.metadata` contains."""
     name = ascii(dotted[:200])[1:-1]
     spoiled = any(_is_misread(dotted, known) for known in _OPAQUE)
-    return _newer(name) if _CLASS.fullmatch(dotted) and not spoiled else _unsafe(name)
+    return _newer_error(name) if _CLASS.fullmatch(dotted) and not spoiled else _unsafe_error(name)
 
 
-def _newer(found: str, key: str | None = None) -> CheckpointError:
+def _newer_error(found: str, key: str | None = None) -> CheckpointError:
     return CheckpointError(
         f"Expected a .metadata as torch 2.0 to {NEWEST_TORCH} write it, found {found}: a newer "
         "torch wrote this checkpoint; upgrade ray_dcp to load it, or use the DCP of that torch",
@@ -406,7 +406,7 @@ def _is_misread(found: str, known: str) -> bool:
     return len(found) == len(known) and sum(map(str.__ne__, found, known)) == 1
 
 
-def _unsafe(name: str) -> UnsafeCheckpointError:
+def _unsafe_error(name: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         "Expected a .metadata of plain data and of DCP's own classes, found one that asks for "
         "something else; do not load this checkpoint unless you wrote it",
@@ -419,14 +419,14 @@ _BUILDERS: dict[str, Builder] = {
     "collections.OrderedDict": _empty_dict,
     "collections.defaultdict": _empty_dict,
     "torch.Size": _torch_size,
-    "torch.serialization._get_layout": _one,
+    "torch.serialization._get_layout": _only_argument,
     # Protocol 2 calls these for sets and lists: the argument stands for the result.
-    "__builtin__.frozenset": _one,
+    "__builtin__.frozenset": _only_argument,
     "__builtin__.getattr": _member,
-    "__builtin__.set": _one,
-    "builtins.frozenset": _one,
+    "__builtin__.set": _only_argument,
+    "builtins.frozenset": _only_argument,
     "builtins.getattr": _member,
-    "builtins.set": _one,
+    "builtins.set": _only_argument,
 }
 
 _DCP = "torch.distributed.checkpoint"
@@ -547,7 +547,7 @@ class _MetadataMachine(PickleMachine):
             return repr(key)
         raise damaged("texts and numbers as keys", "other keys")
 
-    def _made(self, target: Any, args: Any) -> Any:
+    def _construct(self, target: Any, args: Any) -> Any:
         if type(target) is not Global or type(args) is not tuple:
             raise damaged("a class and its arguments", "something else")
         if target.build is None:
@@ -568,7 +568,7 @@ class _MetadataMachine(PickleMachine):
         dotted = f"{module}.{name}"
         found = self._globals.get(dotted) or allowed_global(dotted)
         if found is None:
-            raise _unknown(dotted)
+            raise _unknown_name_error(dotted)
         self._globals[dotted] = found
         return found
 
@@ -622,7 +622,7 @@ def decode_metadata(data: bytes) -> ForeignMetadata:
             return _Decoder(fields).decode()
         except CheckpointError as exc:
             if _is_later(fields.get("version")) and isinstance(exc, DamagedCheckpointError):
-                raise _newer(f"one of version {fields['version']}", "version") from exc
+                raise _newer_error(f"one of version {fields['version']}", "version") from exc
             if ".metadata" not in exc.message:
                 exc.message = f".metadata: {exc.message}"
             raise
@@ -782,20 +782,20 @@ def _state(value: Any, name: str, module: str = _METADATA) -> dict[Any, Any]:
         raise damaged(f"a {name}", "something else")
     fields = value.state
     if type(fields) is not dict:
-        raise _newer(f"a {name} whose state is no dict", name)
+        raise _newer_error(f"a {name} whose state is no dict", name)
     for field in _FIELDS.get(name, ()):
         if field not in fields:
-            raise _without(name, field, fields)
+            raise _missing_field_error(name, field, fields)
     return fields
 
 
-def _without(name: str, field: str, fields: dict[Any, Any]) -> CheckpointError:
+def _missing_field_error(name: str, field: str, fields: dict[Any, Any]) -> CheckpointError:
     """Returns the error for an object without a field; new if another field is in its place."""
     known = {*chain(*_FIELDS.values()), *_OTHER_FIELDS}
     new = [key for key in fields if type(key) is str and key.isidentifier() and key not in known]
     if not new or any(_is_misread(key, field) for key in new):
         return damaged(f"{field} in a {name}", "none")
-    return _newer(f"a {name} without {field}", name)
+    return _newer_error(f"a {name} without {field}", name)
 
 
 def _dict(value: Any, name: str) -> dict[Any, Any]:
@@ -847,10 +847,10 @@ def _properties(value: Any) -> tuple[str, bool]:
     elif type(state) is dict and "dtype" in state:
         dtype, requires_grad = state["dtype"], state.get("requires_grad", False)
     else:
-        raise _newer("TensorProperties in another form", "TensorProperties")
+        raise _newer_error("TensorProperties in another form", "TensorProperties")
     if type(dtype) is not Global or not dtype.name.startswith("torch."):
         if isinstance(state, tuple) and len(state) > _MOST_PROPERTIES:
-            raise _newer("TensorProperties in another order", "TensorProperties")
+            raise _newer_error("TensorProperties in another order", "TensorProperties")
         raise damaged("a torch dtype", "something else")
     return dtype.name.removeprefix("torch."), requires_grad is True
 

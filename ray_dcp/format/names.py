@@ -40,11 +40,11 @@ def check_file_key(key: str) -> str:
         >>> check_file_key("__0_0.a1.distcp")
         '__0_0.a1.distcp'
     """
-    problem = _problem(key)
+    problem = _find_problem(key)
     if problem is None and any(part in ("", ".", "..") for part in key.split("/")):
         problem = "has an empty, '.' or '..' component"
     if problem is not None:
-        raise _unsafe(key, problem)
+        raise _unsafe_error(key, problem)
     return key
 
 
@@ -71,12 +71,12 @@ def resolved_key(path: str) -> str:
         >>> resolved_key("./a/../__0_0.distcp")
         '__0_0.distcp'
     """
-    problem = _problem(path)
+    problem = _find_problem(path)
     if problem is not None:
-        raise _unsafe(path, problem)
+        raise _unsafe_error(path, problem)
     normal = posixpath.normpath(path)
     if normal == "." or ".." in normal.split("/"):
-        raise _unsafe(
+        raise _unsafe_error(
             path,
             "leaves it",
             "one that shares files with another is loaded by torch.distributed.checkpoint itself",
@@ -101,7 +101,7 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or _SURROGATE.search(text) is None
 
 
-def _problem(key: str) -> str | None:
+def _find_problem(key: str) -> str | None:
     if not key:
         return "is empty"
     if len(key) > _MAX_KEY_CHARS:
@@ -113,7 +113,7 @@ def _problem(key: str) -> str | None:
     return None
 
 
-def _unsafe(key: str, problem: str, more: str = "") -> UnsafeCheckpointError:
+def _unsafe_error(key: str, problem: str, more: str = "") -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         f"Expected the name of a file in the checkpoint's own directory, but {key[:200]!r} "
         f"{problem}; do not load this checkpoint unless you wrote it" + (f": {more}" * bool(more)),

@@ -168,7 +168,7 @@ class ObjectMachine(PickleMachine):
         self._memo.clear()
         self._depths.clear()
         if self._unfinished or type(value) is Unfinished:
-            raise _unsafe("a value before it is complete", "pickle")
+            raise _unsafe_error("a value before it is complete", "pickle")
         return value
 
     def spend(self, num_bytes: int) -> None:
@@ -179,7 +179,7 @@ class ObjectMachine(PickleMachine):
         """
         self._room -= num_bytes
         if self._room < 0:
-            raise _unsafe("more memory than fits its length", "pickle")
+            raise _unsafe_error("more memory than fits its length", "pickle")
 
     def hold(self, target: Any, values: Iterable[Any]) -> None:
         """Checks the nesting depth of default dicts, deques and arrays of objects.
@@ -196,7 +196,7 @@ class ObjectMachine(PickleMachine):
         own.levels = max(own.levels, 1 + max((one.levels for one in inner), default=0))
         # A container that is held can't take values any more: its holder would get deeper.
         if own.levels > _MAX_DEPTH or (inner and own.is_held):
-            raise _unsafe("containers too deep in each other", "pickle")
+            raise _unsafe_error("containers too deep in each other", "pickle")
         for one in inner:
             one.is_held = True
 
@@ -228,9 +228,9 @@ class ObjectMachine(PickleMachine):
             level = [part for one in inner for part in one]
             if not level:
                 return
-        raise _unsafe("keys nested deeper than can be hashed", "pickle")
+        raise _unsafe_error("keys nested deeper than can be hashed", "pickle")
 
-    def _other(self, opcode: int) -> None:
+    def _other_opcode(self, opcode: int) -> None:
         stack = self._stack
         match opcode:
             case 0x8F:  # EMPTY_SET
@@ -247,16 +247,16 @@ class ObjectMachine(PickleMachine):
             case 0x55:  # SHORT_BINSTRING
                 stack.append(self._take(self._take(1)[0]).decode())
             case _:
-                super()._other(opcode)
+                super()._other_opcode(opcode)
 
     def _item(self, pid: Any) -> Any:
         return self._built("a storage", lambda: self._item_of(pid))
 
     def _literal(self, opcode: int) -> Any:
         if opcode == 0x96:  # BYTEARRAY8
-            return bytearray(self._counted(8))
+            return bytearray(self._take_counted(8))
         if opcode not in b"\x58\x8d\x43\x42\x8e\x8a\x47":
-            raise _unsafe(f"the opcode 0x{opcode:02x}", "pickle")
+            raise _unsafe_error(f"the opcode 0x{opcode:02x}", "pickle")
         return super()._literal(opcode)
 
     def _above_mark(self) -> list[Any]:
@@ -274,14 +274,14 @@ class ObjectMachine(PickleMachine):
         del self._stack[start:]
         target = self._stack[-1]
         if type(target) not in (list, collections.deque):
-            raise _unsafe("something else than a list to append to", "pickle")
+            raise _unsafe_error("something else than a list to append to", "pickle")
         if type(target) is collections.deque:
             self.hold(target, values)
         target.extend(values)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
         if type(target) not in _MAPPINGS or len(items) % 2:
-            raise _unsafe("something else than a dict to fill", "pickle")
+            raise _unsafe_error("something else than a dict to fill", "pickle")
         if type(target) is collections.defaultdict:
             self.hold(target, items[1::2])
         for index in range(0, len(items), 2):
@@ -296,7 +296,7 @@ class ObjectMachine(PickleMachine):
             return self.table.values[dotted]
         if dotted in self._added and str(module).partition(".")[0] not in _NEVER:
             return self._added[dotted]
-        found = sorted({dotted} | self._unknown())
+        found = sorted({dotted} | self._refused_names())
         told = ascii(", ".join(found))[1:-1]
         raise UnsafeCheckpointError(
             f"{told} {'is' if len(found) == 1 else 'are'} not on the allow-list; if you trust the "
@@ -305,7 +305,7 @@ class ObjectMachine(PickleMachine):
             key=ascii(dotted)[1:-1],
         )
 
-    def _unknown(self) -> set[str]:
+    def _refused_names(self) -> set[str]:
         """Returns the other names in the rest of the pickle that are not allowed, for messages."""
         found: set[str] = set()
         stream = io.BytesIO(self._data[self._pos : self._pos + _FREE_BYTES])
@@ -319,22 +319,22 @@ class ObjectMachine(PickleMachine):
             return found
         return found
 
-    def _made(self, target: Any, args: Any) -> Any:
-        return self._called(target, args, lambda: target(*args))
+    def _construct(self, target: Any, args: Any) -> Any:
+        return self._checked_call(target, args, lambda: target(*args))
 
     def _new(self, target: Any, args: Any) -> Any:
-        return self._called(target, args, lambda: target.__new__(target, *args))
+        return self._checked_call(target, args, lambda: target.__new__(target, *args))
 
-    def _called(self, target: Any, args: Any, call: Callable[[], Any]) -> Any:
+    def _checked_call(self, target: Any, args: Any, call: Callable[[], Any]) -> Any:
         if not isinstance(args, tuple):
-            raise _unsafe("arguments that are no tuple", "pickle")
+            raise _unsafe_error("arguments that are no tuple", "pickle")
         # Why the arguments count: the memo may repeat them, and each call walks them.
         self.spend(_CALL_BYTES + sum(map(_walked_bytes, args)))
         known = self.table.build_of(target)
         if known is None:
             if not self.is_added(target):
-                raise _unsafe("a call of something that is not called", "pickle")
-            return _ran(target, call)
+                raise _unsafe_error("a call of something that is not called", "pickle")
+            return _call_allowed(target, call)
         value = self._built(known[0], lambda: known[1](self, args))
         self.spend(sys.getsizeof(value))
         if type(value) is Unfinished:
@@ -351,7 +351,7 @@ class ObjectMachine(PickleMachine):
         except Exception as error:
             told = f" ({error})" if isinstance(error, Unneeded) and str(error) else ""
             what = f"{name} with other arguments than it is saved with{told}"
-            raise _unsafe(what, name) from error
+            raise _unsafe_error(what, name) from error
 
     def _with_state(self, target: Any, state: Any) -> Any:
         self.spend(_walked_bytes(state))
@@ -365,9 +365,9 @@ class ObjectMachine(PickleMachine):
         if type(target) in _WITH_ATTRIBUTES:
             self._built(type(target).__name__, lambda: set_attributes(target, state))
         elif self.is_added(type(target)):
-            _ran(type(target), lambda: _set_added(target, state))
+            _call_allowed(type(target), lambda: _set_added(target, state))
         else:
-            raise _unsafe("a state for a value that has none", "pickle")
+            raise _unsafe_error("a state for a value that has none", "pickle")
         return target
 
 
@@ -387,7 +387,7 @@ def set_attributes(target: Any, state: Any) -> None:
     target.__dict__.update(state)
 
 
-def _ran(target: Any, call: Callable[[], Any]) -> Any:
+def _call_allowed(target: Any, call: Callable[[], Any]) -> Any:
     """Calls a function that the user allowed."""
     try:
         return call()
@@ -412,7 +412,7 @@ def _set_added(target: Any, state: Any) -> None:
         setattr(target, name, value)
 
 
-def _unsafe(what: str, name: str) -> UnsafeCheckpointError:
+def _unsafe_error(what: str, name: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         f"expected the pickle of an object, found one that asks for {what}, which no object that "
         f"was saved needs; {_WAY_OUT}",
@@ -423,7 +423,7 @@ def _unsafe(what: str, name: str) -> UnsafeCheckpointError:
 def _dotted(module: Any, name: Any) -> str:
     """Returns the dotted name in Python 3: pickles of protocol 2 have the names of Python 2."""
     if not isinstance(module, str) or not isinstance(name, str):
-        raise _unsafe("a name that is no text", "pickle")
+        raise _unsafe_error("a name that is no text", "pickle")
     if (module, name) in NAME_MAPPING:
         module, name = NAME_MAPPING[module, name]
     else:
@@ -489,7 +489,7 @@ def _default_dict(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
     return made
 
 
-def _deque(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+def _build_deque(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
     need(len(args) <= 2 and all(isinstance(arg, (list, tuple)) for arg in args[:1]))
     need(all(arg is None or type(arg) is int for arg in args[1:]))
     made: collections.deque[Any] = collections.deque(*args)
@@ -515,7 +515,7 @@ def _bytes_of(cls: Any) -> Build:
     return build
 
 
-def _moment(cls: Any, num_bytes: int) -> Build:
+def _time_builder(cls: Any, num_bytes: int) -> Build:
     """Returns a builder of dates or times from the packed bytes of their pickled form."""
 
     def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
@@ -629,10 +629,10 @@ PYTHON: dict[str, Known] = {
     "collections.Counter": Known(collections.Counter, _mapping_of(collections.Counter)),
     "collections.OrderedDict": Known(collections.OrderedDict, _mapping_of(collections.OrderedDict)),
     "collections.defaultdict": Known(collections.defaultdict, _default_dict),
-    "collections.deque": Known(collections.deque, _deque),
-    "datetime.date": Known(datetime.date, _moment(datetime.date, 4)),
-    "datetime.datetime": Known(datetime.datetime, _moment(datetime.datetime, 10)),
-    "datetime.time": Known(datetime.time, _moment(datetime.time, 6)),
+    "collections.deque": Known(collections.deque, _build_deque),
+    "datetime.date": Known(datetime.date, _time_builder(datetime.date, 4)),
+    "datetime.datetime": Known(datetime.datetime, _time_builder(datetime.datetime, 10)),
+    "datetime.time": Known(datetime.time, _time_builder(datetime.time, 6)),
     "datetime.timedelta": Known(datetime.timedelta, _made_of(datetime.timedelta, _BOUNDS, 3, 1)),
     "datetime.timezone": Known(datetime.timezone, _timezone),
     "decimal.Decimal": Known(decimal.Decimal, _made_of(decimal.Decimal, (str,), 1, 1)),

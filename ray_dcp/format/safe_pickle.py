@@ -81,7 +81,7 @@ class PickleMachine(ABC):
 
         Why one long loop: a .metadata of 20,000 tensors has two million opcodes, and a call for
         each would triple the time. The most frequent opcodes come first, the others are in
-        `_other`.
+        `_other_opcode`.
         """
         data, stack, marks, memo = self._data, self._stack, self._marks, self._memo
         push, pop, memoize, from_bytes = stack.append, stack.pop, memo.append, int.from_bytes
@@ -124,7 +124,7 @@ class PickleMachine(ABC):
                 push((pop(),))
             elif opcode == 0x52:  # REDUCE
                 args = pop()
-                push(self._made(pop(), args))
+                push(self._construct(pop(), args))
             elif opcode == 0x8C:  # SHORT_BINUNICODE
                 end = pos + 1 + data[pos]
                 push(data[pos + 1 : end].decode("utf-8", "surrogatepass"))
@@ -147,10 +147,10 @@ class PickleMachine(ABC):
                 return pop()
             else:
                 self._pos = pos
-                self._other(opcode)
+                self._other_opcode(opcode)
                 pos = self._pos
 
-    def _other(self, opcode: int) -> None:
+    def _other_opcode(self, opcode: int) -> None:
         stack = self._stack
         match opcode:
             case 0x5D | 0x8F:  # EMPTY_LIST, EMPTY_SET
@@ -199,17 +199,17 @@ class PickleMachine(ABC):
     def _literal(self, opcode: int) -> Any:
         match opcode:
             case 0x58:  # BINUNICODE
-                return self._counted(4).decode("utf-8", "surrogatepass")
+                return self._take_counted(4).decode("utf-8", "surrogatepass")
             case 0x8D:  # BINUNICODE8
-                return self._counted(8).decode("utf-8", "surrogatepass")
+                return self._take_counted(8).decode("utf-8", "surrogatepass")
             case 0x43:  # SHORT_BINBYTES
-                return self._counted(1)
+                return self._take_counted(1)
             case 0x42:  # BINBYTES
-                return self._counted(4)
+                return self._take_counted(4)
             case 0x8E | 0x96:  # BINBYTES8, BYTEARRAY8
-                return self._counted(8)
+                return self._take_counted(8)
             case 0x8A:  # LONG1
-                return int.from_bytes(self._counted(1), "little", signed=True)
+                return int.from_bytes(self._take_counted(1), "little", signed=True)
             case 0x47:  # BINFLOAT
                 return struct.unpack(">d", self._take(8))[0]
         raise damaged("opcodes that data needs", f"the opcode 0x{opcode:02x}")
@@ -222,7 +222,7 @@ class PickleMachine(ABC):
         self._pos = end
         return taken
 
-    def _counted(self, length: int) -> bytes:
+    def _take_counted(self, length: int) -> bytes:
         return self._take(int.from_bytes(self._take(length), "little"))
 
     def _line(self) -> str:
@@ -254,12 +254,12 @@ class PickleMachine(ABC):
         """Returns the value of a name."""
 
     @abstractmethod
-    def _made(self, target: Any, args: Any) -> Any:
+    def _construct(self, target: Any, args: Any) -> Any:
         """Returns the result of a call."""
 
     def _new(self, target: Any, args: Any) -> Any:
         """Returns a new object of a class."""
-        return self._made(target, args)
+        return self._construct(target, args)
 
     @abstractmethod
     def _with_state(self, target: Any, state: Any) -> Any:

@@ -201,7 +201,7 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
 
 def _object(text: str | bytes, what: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=_once)
+        found = json.loads(text, object_pairs_hook=_without_duplicates)
     except DamagedCheckpointError:
         raise
     except (ValueError, RecursionError) as exc:
@@ -211,7 +211,7 @@ def _object(text: str | bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns a JSON object without repeated names. Why: readers differ on which of them counts."""
     fields = dict(pairs)
     if len(fields) != len(pairs):

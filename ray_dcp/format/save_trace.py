@@ -234,7 +234,7 @@ def make_trace(
     """
     known = {phase: times[phase] for phase in PHASES if phase in times and len(times[phase].rank)}
     stragglers = _stragglers(known, where)
-    chosen = _chosen(known, world_size, [straggler.rank for straggler in stragglers])
+    chosen = _choose_ranks(known, world_size, [straggler.rank for straggler in stragglers])
     spans = list(coordinator)
     for phase, columns in known.items():
         rows = np.flatnonzero(np.isin(columns.rank, chosen))
@@ -378,7 +378,7 @@ def _stragglers(times: Mapping[str, RankTimes], where: Mapping[int, str]) -> tup
     return tuple(found[:MOST_STRAGGLERS])
 
 
-def _chosen(
+def _choose_ranks(
     times: Mapping[str, RankTimes], world_size: int, stragglers: Sequence[int]
 ) -> npt.NDArray[np.int64]:
     """Returns the ranks whose spans are listed: at most `MOST_RANKS`."""

@@ -139,7 +139,7 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
         DamagedCheckpointError: The bytes are not a result of `encode_info`.
     """
     try:
-        return _info_of(_opened(data))
+        return _info_of(_decode(data))
     except DamagedCheckpointError as error:
         error.key = error.key or key
         raise
@@ -161,7 +161,7 @@ def decode_catalogue(data: bytes) -> list[CatalogueRow]:
     Raises:
         DamagedCheckpointError: The bytes are not a result of `encode_catalogue`.
     """
-    found = _opened(data)
+    found = _decode(data)
     rows = found.get("rows")
     if found.get("version") != _VERSION or not isinstance(rows, list):
         raise damaged(f"a catalogue of version {_VERSION}", short(found.get("version")))
@@ -209,7 +209,7 @@ def _mapping(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _opened(data: bytes) -> dict[str, Any]:
+def _decode(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(unsealed("info", data))
     except (ValueError, RecursionError) as error:

@@ -341,7 +341,7 @@ def _stacked(columns: Sequence[Int64Array], count: int) -> Int64Array:
 
 def _tensors(fields: Mapping[str, Any], about: memoryview) -> ChunkTable:
     """Returns the table without chunks."""
-    names, dtypes, files = (_words(fields, name) for name in ("names", "dtypes", "files"))
+    names, dtypes, files = (_decode_texts(fields, name) for name in ("names", "dtypes", "files"))
     width = _count(fields, "width", _MOST_WIDTH)
     if len(dtypes) > np.iinfo(np.int8).max:
         raise damaged("at most 127 dtypes", str(len(dtypes)))
@@ -386,7 +386,7 @@ def _paths(fields: Mapping[str, Any]) -> tuple[NamePath | None, ...]:
     return tuple(None if path is None else tuple(path) for path in paths)
 
 
-def _words(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def _decode_texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     words = fields[name]
     if type(words) is not list or not {*map(type, words)} <= {str}:
         raise damaged(f"a list of texts as {name}", "something else")

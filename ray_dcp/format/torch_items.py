@@ -127,10 +127,10 @@ _OPCODES_OF_OBJECTS = frozenset(ord(opcode.code) for opcode in pickletools.opcod
 class _TensorMachine(PickleMachine):
     """Finds the tensor that a pickle describes; builds only tuples of numbers."""
 
-    def _other(self, opcode: int) -> None:
+    def _other_opcode(self, opcode: int) -> None:
         if opcode in _OPCODES_OF_OBJECTS:
             raise _not_plain()
-        super()._other(opcode)
+        super()._other_opcode(opcode)
 
     def _item(self, pid: Any) -> _Storage:
         match pid:
@@ -146,7 +146,7 @@ class _TensorMachine(PickleMachine):
         _check_global(dotted)
         return Global(dotted)
 
-    def _made(self, target: Any, args: Any) -> Any:
+    def _construct(self, target: Any, args: Any) -> Any:
         name = target.name if type(target) is Global else ""
         match name.removeprefix("torch._utils._rebuild_"), args:
             case "collections.OrderedDict", ():
@@ -272,7 +272,7 @@ def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> T
         record = walk.next_record()
         name = record.name.partition("/")[2]
         if view is not None and name == f"data/{view.key}":
-            return _placed(view, record, item_bytes)
+            return _locate_item(view, record, item_bytes)
         end = walk.end_of(record)
         if view is None:
             if name != "data.pkl":
@@ -338,7 +338,7 @@ class _Walk:
         if flags & 8:
             return _Record(name, data, None)
         extra = self.head[start + name_bytes : data]
-        length, stored, _ = _long(extra, (length, stored, 0))
+        length, stored, _ = _zip64_lengths(extra, (length, stored, 0))
         if stored != length:
             raise damaged(f"one length of the record {name!r}", f"{stored} and {length}")
         return _Record(name, data, length)
@@ -372,7 +372,7 @@ class _Walk:
         self.pos = end + (24 if wide else 16)
 
 
-def _placed(view: TensorItem, record: _Record, item_bytes: int) -> TensorItem:
+def _locate_item(view: TensorItem, record: _Record, item_bytes: int) -> TensorItem:
     if record.length is not None and record.length != view.payload_bytes:
         raise damaged(
             f"{view.payload_bytes} bytes of tensor data, as its pickle says", f"{record.length}"
@@ -604,7 +604,7 @@ def _entries(data: bytes | memoryview, item_bytes: int) -> Iterator[tuple[str, i
         if start > stop:
             raise damaged(f"a directory of {count} records", "a shorter one")
         inside = bytes(data[extra : extra + extra_bytes])
-        length, stored, place = _long(inside, (length, stored, place))
+        length, stored, place = _zip64_lengths(inside, (length, stored, place))
         if length != stored:
             raise damaged("one length of a record", f"{length} and {stored}")
         yield name, place, length
@@ -643,7 +643,7 @@ def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _long(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
+def _zip64_lengths(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
     """Returns the lengths and the offset of a record, some of which may be in its zip64 field."""
     if _FULL32 not in values:
         return values

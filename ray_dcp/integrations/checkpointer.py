@@ -153,7 +153,7 @@ class Checkpointer:
             group.writer,
             Preemption(),
             lambda: group.session,
-            Finisher(self._ended),
+            Finisher(self._record_end),
         )
         self._begun: dict[int, _Begun] = {}
         self._unreported: dict[int, _Begun] = {}
@@ -237,7 +237,7 @@ class Checkpointer:
         self._check_new(step)
         if self._decided[0] == step:
             return self._decided[1]
-        request = REQUESTS.at(step, self._owner) or self._preempted(step)
+        request = REQUESTS.at(step, self._owner) or self._preemption_request(step)
         policy = self._settings.policy
         due = request is not None or (policy is not None and policy.due(SaveFacts(step=step)))
         self._decided = (step, due, request)
@@ -297,7 +297,7 @@ class Checkpointer:
         self._begun[step] = begun
         committed = False
         try:
-            refused = self._begin(step, state, told, waits=request is not None)
+            refused = self._start_save(step, state, told, waits=request is not None)
             begun.stage_s = time.monotonic() - begun.begun_s
             max_pending = self._settings.options.max_pending
             ended = self._actions.finisher.ended(0 if lingers else max_pending) + refused
@@ -308,7 +308,7 @@ class Checkpointer:
                 # The controller waits, and registers no reports. The next worker group reports the
                 # checkpoint that it restores.
                 REQUESTS.ended(request, committed)
-        self._tell()
+        self._report_to_train()
         return True
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class Checkpointer:
             return
         try:
             self._process(self._actions.finisher.ended())
-            self._tell(final=True)
+            self._report_to_train(final=True)
             self._group.writer.remover.drain(DELETIONS_S)
         finally:
             self._leave(DELETIONS_S)
@@ -342,7 +342,7 @@ class Checkpointer:
 
     # Saves and their outcomes
 
-    def _begin(
+    def _start_save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
     ) -> list[Ended]:
         """Starts a save; returns its outcome if it failed to start."""
@@ -354,12 +354,12 @@ class Checkpointer:
             return []
         except CheckpointError as error:
             ended = Ended(step, error)
-            self._ended(ended)
+            self._record_end(ended)
             if isinstance(error, InvalidRequestError):
                 raise  # The call is wrong, whatever `on_error` is.
             return [ended]
 
-    def _ended(self, ended: Ended) -> None:
+    def _record_end(self, ended: Ended) -> None:
         """Records how long a save took, and answers its request. Called in any thread."""
         begun = self._begun[ended.step]
         took_s = time.monotonic() - begun.begun_s
@@ -391,7 +391,7 @@ class Checkpointer:
         if failed is not None:
             raise failed
 
-    def _tell(self, *, final: bool = False) -> None:
+    def _report_to_train(self, *, final: bool = False) -> None:
         """Reports committed saves to Ray Train: the newest if it is due, and those to validate.
 
         Collective.
@@ -437,7 +437,7 @@ class Checkpointer:
                 f"{known.step} ({known.name}), which is no longer there or damaged"
             )
 
-    def _preempted(self, step: int) -> RequestedSave | None:
+    def _preemption_request(self, step: int) -> RequestedSave | None:
         """Returns a request for a save if Ray Train notified of a preempted node. Collective."""
         self._num_checks += 1
         if not self._check_every or self._num_checks % self._check_every:

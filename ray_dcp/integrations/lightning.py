@@ -187,14 +187,14 @@ def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:
 def _with_tensors(value: Any, tensors: dict[str, Any], map_location: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
-            return _placed(tensors[value[_TENSOR]], map_location)
+            return _map_location(tensors[value[_TENSOR]], map_location)
         return {key: _with_tensors(one, tensors, map_location) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_with_tensors(one, tensors, map_location) for one in value)
     return value
 
 
-def _placed(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+def _map_location(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
     if map_location is None:
         return tensor
     if isinstance(map_location, dict):

@@ -155,7 +155,7 @@ class SaveRequests:
             commit_s: Time until the commit, in seconds.
         """
         with self._changed:
-            self._seconds = (_faded(self._seconds[0], stage_s), _faded(self._seconds[1], commit_s))
+            self._seconds = (_blend(self._seconds[0], stage_s), _blend(self._seconds[1], commit_s))
 
     def seconds(self) -> tuple[float | None, float | None]:
         """Returns the durations of recent saves: `stage_s` and `commit_s` of `took`."""
@@ -218,7 +218,7 @@ class SaveRequests:
             return "waiting" if waits else "unknown"
 
 
-def _faded(known_s: float | None, seconds: float) -> float:
+def _blend(known_s: float | None, seconds: float) -> float:
     return seconds if known_s is None else max(seconds, (known_s + seconds) / 2)
 
 
@@ -333,12 +333,12 @@ def ask_all(
             call("drop", seq)
             missing = [rank for rank, one in enumerate(held) if one is None]
             return f"rank(s) {missing} have no open checkpointer, or are asked"
-        if not save_fits(left_s, _longest(one.stage_s for one in answers)):
+        if not save_fits(left_s, _max_known(one.stage_s for one in answers)):
             call("drop", seq)
             return f"no save fits in {left_s or 0:.1f} s: earlier ones took longer"
-        commit_s = _longest(one.commit_s for one in answers)
+        commit_s = _max_known(one.commit_s for one in answers)
         after = max(one.last_step for one in answers)
-        ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
+        ends = left_s is None or is_last_round(left_s, _max_known((commit_s, took_s)))
         told = call("ask", RequestedSave(seq, reason, after, linger_s if ends else 0.0))
     except Exception:
         call("drop", seq)
@@ -372,7 +372,7 @@ def follow(call: Call, seq: str, limit_s: float) -> State:
         time.sleep(LOOK_S)
 
 
-def _longest(seconds: Iterable[float | None]) -> float | None:
+def _max_known(seconds: Iterable[float | None]) -> float | None:
     return max((one for one in seconds if one is not None), default=None)
 
 
@@ -443,7 +443,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             return  # The first start, or a start after a failure: there are no workers.
         self._guarded(
             f"the resize to {getattr(resize_decision, 'num_workers', '?')} workers",
-            lambda: self._save_before_the_end(_caller(group)),
+            lambda: self._save_before_the_end(_make_caller(group)),
         )
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -490,7 +490,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
 
     def _save_in_time(self, group: Any, info: Any) -> None:
         """Saves at once, and again as late as possible."""
-        call = _caller(group)
+        call = _make_caller(group)
         deadline_s = None if info.deadline_ms is None else info.deadline_ms / 1000
         took_s: float | None = None
         while True:
@@ -535,7 +535,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             )
 
 
-def _caller(group: Any) -> Call:
+def _make_caller(group: Any) -> Call:
     """Returns a `Call` to the workers of a Ray Train group, executed in their main threads."""
 
     def call(method: str, *arguments: Any) -> list[Any]:

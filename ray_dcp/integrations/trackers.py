@@ -78,7 +78,7 @@ class Tracker:
         self._is_told = False
         self._num_dropped = 0
         self._thread = start_thread(self._run, f"ray_dcp {type(self).__name__}")
-        self._unsubscribe: Callable[[], None] | None = events.subscribe(self._take)
+        self._unsubscribe: Callable[[], None] | None = events.subscribe(self._enqueue)
         atexit.register(self.close, _EXIT_S)
 
     def record(self, event: Event, at_s: float) -> None:
@@ -122,7 +122,7 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, event: Event) -> None:
+    def _enqueue(self, event: Event) -> None:
         """Queues an event, in the thread that emits it."""
         if not self._process.is_this:
             return
@@ -370,16 +370,16 @@ class OpenTelemetryTracker(Tracker):
             return
         phases = self._phases.pop(key, [])
         parent = phases[0][2] if phases else self._current()
-        span = self._start(f"ray_dcp.{key[0]}", event, at_s, parent)
+        span = self._start_span(f"ray_dcp.{key[0]}", event, at_s, parent)
         below = self._trace.set_span_in_context(span, parent)
         for phase, end_s, _ in phases:
-            child = self._start(f"ray_dcp.{phase.name}", phase, end_s, below)
+            child = self._start_span(f"ray_dcp.{phase.name}", phase, end_s, below)
             child.end(int(end_s * 1e9))
         if event.error is not None:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, event.error))
         span.end(int(at_s * 1e9))
 
-    def _start(self, name: str, event: Event, end_s: float, context: Any) -> Any:
+    def _start_span(self, name: str, event: Event, end_s: float, context: Any) -> Any:
         fields: dict[str, Any] = event.as_dict()
         about = {f"ray_dcp.{name}": value for name, value in fields.items() if value != ""}
         start = int((end_s - event.seconds) * 1e9)

@@ -322,7 +322,7 @@ class Checkpoint:
             StorageError: The table can't be read.
         """
         if isinstance(self.chunks, TableParts):
-            return self._take(self.chunks.whole)
+            return self._set_chunks(self.chunks.whole)
         return self.chunks
 
     def narrow(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> ChunkTable:
@@ -337,7 +337,7 @@ class Checkpoint:
         """
         parts = self.chunks
         if isinstance(parts, TableParts):
-            return self._take(lambda: parts.around(wanted, tensors))
+            return self._set_chunks(lambda: parts.around(wanted, tensors))
         return parts
 
     @property
@@ -360,7 +360,7 @@ class Checkpoint:
         else:
             self.check_file.read(table.file[[*chunks]].tolist())
 
-    def _take(self, read: Callable[[], CheckFile]) -> ChunkTable:
+    def _set_chunks(self, read: Callable[[], CheckFile]) -> ChunkTable:
         self.check_file = self.in_time(read)
         self.chunks = self.check_file.table
         return self.chunks
@@ -405,29 +405,29 @@ def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNo
     if decides is not None and isinstance(decides.record, DeleteRecord):
         return CheckpointNotFoundError(
             f"expected a checkpoint in {storage.url}, but it was deleted"
-            f"{_moment(decides.record.created_s)} ({record_key(decides.slot)} says so: "
-            f"{decides.record.reason}); load another one" + _hint(keys)
+            f"{_format_time(decides.record.created_s)} ({record_key(decides.slot)} says so: "
+            f"{decides.record.reason}); load another one" + _folders_hint(keys)
         )
     if any(slot_of(key) is not None or key.endswith(".distcp") for key in here):
         return UncommittedCheckpointError(
             f"the save in {storage.url} never committed: there are {len(here)} files, but neither "
-            f"a committed manifest nor .metadata; load an earlier step" + _hint(keys)
+            f"a committed manifest nor .metadata; load an earlier step" + _folders_hint(keys)
         )
     return CheckpointNotFoundError(
         f"expected a checkpoint in {storage.url}, found "
-        + _shortened({key.partition("/")[0] + "/" * ("/" in key) for key in keys})
-        + (_hint(keys) or "; check the path")
+        + _list_names({key.partition("/")[0] + "/" * ("/" in key) for key in keys})
+        + (_folders_hint(keys) or "; check the path")
     )
 
 
-def _moment(created_s: float) -> str:
+def _format_time(created_s: float) -> str:
     try:
         return time.strftime(" on %Y-%m-%d at %H:%M:%S UTC", time.gmtime(created_s))
     except (OverflowError, OSError, ValueError):
         return ""  # the stored value is not a time
 
 
-def _hint(keys: list[str]) -> str:
+def _folders_hint(keys: list[str]) -> str:
     """Returns a text that names the folders below a place that look like checkpoints."""
     parts = [key.rpartition("/") for key in keys]
     folders = {
@@ -435,11 +435,11 @@ def _hint(keys: list[str]) -> str:
         for folder, _, name in parts
         if name == ".metadata" or name.endswith(".safetensors") or slot_of(name) is not None
     }
-    names = _shortened(folders - {""})
+    names = _list_names(folders - {""})
     return f"; sub-folders that look like checkpoints: {names}: load one of them" if names else ""
 
 
-def _shortened(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     """Returns names as a list in which `step-9` comes before `step-10`."""
     found = sorted(names, key=lambda name: _DIGITS.sub(lambda one: one[0].zfill(20), name))
     if len(found) <= _SHOWN:
@@ -586,7 +586,7 @@ class Found(NamedTuple):
 
 
 @contextmanager
-def _naming(checkpoint_id: str) -> Iterator[None]:
+def _add_checkpoint_id(checkpoint_id: str) -> Iterator[None]:
     """Adds the checkpoint to errors raised in the block."""
     try:
         yield
@@ -615,8 +615,8 @@ def read_checkpoint(
     """
     found = find_checkpoint(storage, checkpoint_id=checkpoint_id)
     name = storage.url if checkpoint_id is None else checkpoint_id
-    with _naming(name):
-        return _opened(storage, name, found, checks_later)
+    with _add_checkpoint_id(name):
+        return _decode_checkpoint(storage, name, found, checks_later)
 
 
 def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Found:
@@ -634,7 +634,7 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
         CheckpointError: As `read_checkpoint`, except for errors found by decoding.
     """
     name = storage.url if checkpoint_id is None else checkpoint_id
-    with _naming(name):
+    with _add_checkpoint_id(name):
         # Why slot 1: most locations are saved to once, and this avoids another round trip for them.
         metadata, first, used = at_once(
             lambda: _read_or_none(storage, METADATA_KEY),
@@ -645,7 +645,7 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
         decides = read_slots(storage, used=used, known=known).decides
         # Why again: a single listing may miss both a removed record and the one that replaced it.
         decides = read_slots(storage).decides if decides is None else decides
-        while (committed := _committed(decides)) is not None:
+        while (committed := _committed_of(decides)) is not None:
             try:
                 return _native(storage, committed, metadata)
             except DamagedCheckpointError:
@@ -684,7 +684,7 @@ def checkpoint_from(
         StorageError: The storage can't be read.
     """
     name = storage.url
-    with _naming(name):
+    with _add_checkpoint_id(name):
         match kind:
             case "native":
                 manifest = decode_record(record, key=record_key(slot))
@@ -693,9 +693,9 @@ def checkpoint_from(
                 if not checks_later:
                     table = verified_table(storage, manifest)
                 found = Found(kind, slot, record, manifest, table)
-                return _opened(storage, name, found, checks_later, in_part=checks_later)
+                return _decode_checkpoint(storage, name, found, checks_later, in_part=checks_later)
             case "stock" | "safetensors":
-                return _opened(storage, name, Found(kind, slot, record))
+                return _decode_checkpoint(storage, name, Found(kind, slot, record))
             case _:
                 raise InternalError(f"expected a kind of checkpoint, found {kind!r}")
 
@@ -709,7 +709,7 @@ def newest_record(storage: Storage) -> Committed | None:
         DamagedCheckpointError: A record is damaged; older records are not used instead.
         StorageError: The storage can't be read.
     """
-    return _committed(read_slots(storage).decides)
+    return _committed_of(read_slots(storage).decides)
 
 
 class CheckpointReplacedError(StorageError):
@@ -733,7 +733,7 @@ def what_became_of(storage: Storage, checkpoint: Checkpoint) -> CheckpointError 
         decides = read_slots(storage).decides
     except DamagedCheckpointError:
         return None
-    committed = _committed(decides)
+    committed = _committed_of(decides)
     if checkpoint.manifest is not None:
         stands = committed is not None and committed.manifest.attempt == checkpoint.attempt
     else:
@@ -767,7 +767,7 @@ def _native(storage: Storage, committed: Committed, metadata: bytes | None) -> F
     return found
 
 
-def _committed(decides: Deciding | None) -> Committed | None:
+def _committed_of(decides: Deciding | None) -> Committed | None:
     if decides is None or isinstance(decides.record, DeleteRecord):
         return None
     return Committed(decides.slot, decides.data, decides.record)
@@ -793,7 +793,7 @@ def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | No
     raise not_found(storage, decides)
 
 
-def _opened(
+def _decode_checkpoint(
     storage: Storage, name: str, found: Found, checks_later: bool = False, *, in_part: bool = False
 ) -> Checkpoint:
     """Decodes a found checkpoint; with `in_part`, only the end of a large native table."""
@@ -876,7 +876,7 @@ def _verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> b
     return verified(storage, replace(end, key=entry.key), table and table[start:], start)
 
 
-def _exactly(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
+def _read_exactly(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
     """Returns exactly `num_bytes` bytes of a file that a manifest names."""
     data = _read(storage, key, start, num_bytes) if num_bytes else b""
     if len(data) != num_bytes:
@@ -990,7 +990,7 @@ class CheckFile:
         end = entry.num_bytes if file_bytes is None else max(file_bytes, length)
 
         def read() -> bytes:
-            data = _exactly(self._storage, key, end - length, length)
+            data = _read_exactly(self._storage, key, end - length, length)
             if digest_bytes(data).hex() != entry.digest:
                 expected = f"the checksums of {key} at its end that the manifest names"
                 raise damaged(expected, "others", key=key)
@@ -1077,7 +1077,7 @@ class TableParts:
             spans = [(n, *self._table.index.start[n : n + 2].tolist()) for _, n in run]
             first, end = spans[0][1], spans[-1][2]
             key = self._manifest.table.key
-            known = self._known[first:end] or _exactly(self._storage, key, first, end - first)
+            known = self._known[first:end] or _read_exactly(self._storage, key, first, end - first)
             data = memoryview(known)
             found |= {number: data[low - first : high - first] for number, low, high in spans}
         with collector_paused():

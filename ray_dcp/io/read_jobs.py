@@ -323,7 +323,7 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
     parts = np.bincount(geo.plan.wanted[span], minlength=num_rows)
     cut: list[DirectRead | StridedRead] = []
     for pair in np.flatnonzero(~span).tolist():
-        cut += _slices(geo, pair, cost) if direct[pair] else _slabs(geo, pair)
+        cut += _slices(geo, pair, cost) if direct[pair] else _cut_to_scratch(geo, pair)
     for piece in cut:
         low = int(geo.place[piece.pair]) + piece.low
         placed.append((int(geo.file[piece.pair]), low, piece))
@@ -576,7 +576,7 @@ def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[DirectRead]:
     return [DirectRead(pair, a, b) for a, b in pairwise([low, *cuts, high])]
 
 
-def _slabs(geo: Geometry, pair: int) -> Iterator[StridedRead]:
+def _cut_to_scratch(geo: Geometry, pair: int) -> Iterator[StridedRead]:
     """Yields slabs of a pair, cut along its outermost dimensions until each fits into scratch.
 
     They are disjoint, in the order of their bytes, and have at least one element each.
@@ -666,10 +666,10 @@ class PairNumbers:
         self.simple: list[bool] = (whole & alone & at_once & ~geo.unparsed).tolist()
         self.item_low: list[int] = geo.item_low.tolist()
         self.item_bytes: list[int] = (geo.item_high - geo.item_low).tolist()
-        self.likeness: list[int] = _likeness(geo, table).tolist() if geo.unparsed.any() else []
+        self.likeness: list[int] = _group_alike(geo, table).tolist() if geo.unparsed.any() else []
 
 
-def _likeness(geo: Geometry, table: ChunkTable) -> Int64Array:
+def _group_alike(geo: Geometry, table: ChunkTable) -> Int64Array:
     tensor = table.tensor[geo.plan.chunk]
     columns = [geo.item_high - geo.item_low, table.dtype[tensor], table.ndim[tensor]]
     return group_rows([*columns, *geo.chunk_size.T])[1]

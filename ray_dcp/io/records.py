@@ -259,7 +259,7 @@ def highest_record(storage: Storage, folder: str, last: int) -> Manifest | Delet
         StorageError: The storage can't be read.
     """
     key = record_key(last)
-    data = read_if_there(storage, _below(folder, key), MAX_RECORD_BYTES + 1)
+    data = read_if_there(storage, _key_below(folder, key), MAX_RECORD_BYTES + 1)
     try:
         record = None if data is None else decode_record(data, key=key)
     except CheckpointError:
@@ -284,7 +284,7 @@ def read_info(storage: Storage, folder: str, slot: int) -> StepInfo | None:
     key = info_key(slot)
 
     def read() -> StepInfo | None:
-        data = read_if_there(storage, _below(folder, key), MAX_RECORD_BYTES)
+        data = read_if_there(storage, _key_below(folder, key), MAX_RECORD_BYTES)
         return None if data is None else decode_info(data, key=key)
 
     return read_again(read)
@@ -309,7 +309,7 @@ def info_below(
     return None if below is None else read_info(storage, folder, below)
 
 
-def _below(folder: str, key: str) -> str:
+def _key_below(folder: str, key: str) -> str:
     return f"{folder}/{key}" if folder else key
 
 

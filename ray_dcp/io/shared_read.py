@@ -148,7 +148,7 @@ class SharedReadStorage(StorageWrapper):
             LimitError: No thread can be started.
         """
         self._freed_s = time.monotonic()
-        self._exchange.enter(self._share, self._freed)
+        self._exchange.enter(self._share, self._release_memory)
         for index in range(len(self._number)):
             if not self._left[index]:
                 self._exchange.use(self._number[index])
@@ -203,7 +203,7 @@ class SharedReadStorage(StorageWrapper):
                 part[:] = view[at - low : high - low]
                 self._count_copied(index, len(part))
             del view
-            self._asked(index, high - at)
+            self._count_used(index, high - at)
             at, index = high, index + 1
 
     # Using units
@@ -232,7 +232,7 @@ class SharedReadStorage(StorageWrapper):
             self._view[index] = view if self._left[index] else None
             self._changed.notify_all()
 
-    def _asked(self, index: int, num_bytes: int) -> None:
+    def _count_used(self, index: int, num_bytes: int) -> None:
         """Counts used bytes of a unit, and releases the unit after the last ones."""
         with self._changed:
             self._left[index] -= num_bytes
@@ -276,7 +276,7 @@ class SharedReadStorage(StorageWrapper):
             finally:
                 if view is None:
                     self._exchange.decline([self._number[index]])
-                    self._freed(self._number[index])
+                    self._release_memory(self._number[index])
                 self._put(index, view)
 
     def _next(self) -> int | None:
@@ -303,7 +303,7 @@ class SharedReadStorage(StorageWrapper):
             self._exchange.decline([self._number[index] for index in given_up])
         return None
 
-    def _freed(self, number: int) -> None:
+    def _release_memory(self, number: int) -> None:
         with self._changed:
             self._out.pop(number, None)
             self._freed_s = time.monotonic()

@@ -180,7 +180,7 @@ class ItemPieces:
     """
 
     def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
-        self.before_wait = _nothing
+        self.before_wait = _do_nothing
         self.is_held = False
         self._key = key
         self._source = source
@@ -212,7 +212,7 @@ class ItemPieces:
         part = self._part_of(self._item_of(row), row, self._start[piece], self._num_bytes[piece])
         # Why no copy of what is held: only its checksums are made, and nothing is written.
         is_safe = part.readonly or self.is_held
-        return (part,) if is_safe else self._copied(part, self._place[piece])
+        return (part,) if is_safe else self._copy_parts(part, self._place[piece])
 
     def num_bytes(self, piece: int) -> int:
         """See `PieceSource.num_bytes`."""
@@ -224,7 +224,7 @@ class ItemPieces:
     def written(self, end: int) -> None:
         """Does nothing: the items stay in memory."""
 
-    def _copied(self, data: memoryview, place: int) -> Iterator[memoryview]:
+    def _copy_parts(self, data: memoryview, place: int) -> Iterator[memoryview]:
         """Yields copies of parts of the data, one after another in the same memory.
 
         Args:
@@ -275,7 +275,7 @@ class ItemPieces:
         return view
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Default of `before_wait`."""
 
 
@@ -489,7 +489,7 @@ def file_layout(plan: FilePlan) -> bytes:
     return digest_bytes(b"".join(parts))
 
 
-def _reused(
+def _reuse_file(
     storage: Storage,
     plan: FilePlan,
     key: str,
@@ -634,7 +634,7 @@ def write_pieces(
     writer: PartWriter | None = None
     stop = stop or Stop()
     try:
-        reused = _reused(storage, file_plan, key, source, options, stop, published)
+        reused = _reuse_file(storage, file_plan, key, source, options, stop, published)
         if reused is not None:
             return reused
         writer = storage.open_writer(key, sync=options.sync_files)

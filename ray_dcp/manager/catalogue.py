@@ -97,12 +97,12 @@ class StepFound(CatalogueRow):
 
     def facts(self, tags: frozenset[str], recorded: Mapping[str, float]) -> StepFacts:
         """Returns the facts by which a retention policy decides."""
-        facts = replace(self._facts, tags=tags) if tags else self._facts
+        facts = replace(self._step_facts, tags=tags) if tags else self._step_facts
         return replace(facts, metrics={**facts.metrics, **recorded}) if recorded else facts
 
     # Why cached: retention evaluates all steps after each save, and there may be 10,000.
     @cached_property
-    def _facts(self) -> StepFacts:
+    def _step_facts(self) -> StepFacts:
         metrics = {} if self.info is None else self.info.metrics
         return StepFacts(step=self.step, created_s=self.created_s, metrics=metrics)
 
@@ -180,7 +180,7 @@ def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catal
         One listing; one or two small reads for each step that is neither in `before` nor in the
         catalogue file.
     """
-    known = _published(root, names) if before is None else before.folders
+    known = _read_catalogue(root, names) if before is None else before.folders
     storage = root.storage
     folders = folders_in(storage)
     folders.pop("", None)
@@ -234,7 +234,7 @@ def write_catalogue(root: Root, catalogue: Catalogue) -> None:
     root.shared.write(CATALOGUE, encode_catalogue(rows))
 
 
-def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
+def _read_catalogue(root: Root, names: StepNames) -> dict[str, StepFound]:
     """Returns the rows of the catalogue file by folder; empty if it can't be read."""
     try:
         data = read_if_there(root.shared, CATALOGUE, MAX_RECORD_BYTES)

@@ -411,10 +411,10 @@ class CollectiveActions:
         details: Mapping[str, Any],
         progress: ShowProgress,
     ) -> bool:
-        place, states = self._begin(step, state_dict, force, details)
+        place, states = self._choose_target(step, state_dict, force, details)
         if place is None:
             return False
-        with self._recorded(place):
+        with self._record_outcome(place):
             for name, state in states.items():
                 run = partial(run_save, progress=progress)
                 self._run_item(run, "save", place, name, state, {})
@@ -445,7 +445,7 @@ class CollectiveActions:
         Raises:
             CheckpointError: As `CheckpointManager.save_async`.
         """
-        place, states = self._begin(step, state_dict, force, details)
+        place, states = self._choose_target(step, state_dict, force, details)
         if place is None:
             return False
         try:
@@ -458,7 +458,7 @@ class CollectiveActions:
         key = self.session().next_key() if self.settings.named else None
 
         def finish() -> None:
-            with self._recorded(place):
+            with self._record_outcome(place):
                 for error in [handle.exception() for handle in handles]:
                     if error is not None and not isinstance(error, CommitUnknownError):
                         raise error
@@ -485,7 +485,7 @@ class CollectiveActions:
         except BaseException:
             for handle in handles:
                 handle.cancel()
-            with self._recorded(place):
+            with self._record_outcome(place):
                 raise
         return handles
 
@@ -512,7 +512,7 @@ class CollectiveActions:
                     ) from unknown
             raise
 
-    def _begin(
+    def _choose_target(
         self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]
     ) -> tuple[StepTarget | None, dict[str, Any]]:
         """Returns the place of a step, and its states by item; None if the step is not due."""
@@ -640,7 +640,7 @@ class CollectiveActions:
                 ) from error
 
     @contextmanager
-    def _recorded(self, place: StepTarget) -> Iterator[None]:
+    def _record_outcome(self, place: StepTarget) -> Iterator[None]:
         """Reports the outcome of a save to the writer."""
         committed: bool | None = False
         no_space = False
@@ -693,7 +693,7 @@ class CollectiveActions:
             def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
                 return [
                     (one.step, one.name, {} if one.info is None else dict(one.info.items))
-                    for one in self._chosen(wanted, leases, left)
+                    for one in self._choose(wanted, leases, left)
                 ]
 
             told = self.agree(f"which step is {wanted!r}", decide)
@@ -719,7 +719,7 @@ class CollectiveActions:
             skipped=tuple(skipped),
         )
 
-    def _chosen(self, wanted: Wanted, leases: ExitStack, left: threading.Event) -> list[StepFound]:
+    def _choose(self, wanted: Wanted, leases: ExitStack, left: threading.Event) -> list[StepFound]:
         """Returns the steps to try, after protecting the first one from deletion. On rank 0.
 
         Args:

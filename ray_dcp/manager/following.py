@@ -76,7 +76,7 @@ class FollowedStep:
         if not numbers:
             raise InvalidRequestError("metrics must have at least one name", key="metrics")
         shared = self._root.shared
-        before = _recorded(self._root, self.step, self.attempt)
+        before = _read_metrics(self._root, self.step, self.attempt)
         count = max((one.number for one in before), default=0) + 1
         new = [
             RecordedMetric(self.step, self.attempt, count, name, value).key
@@ -196,7 +196,7 @@ def _follow(
 
 def _followed(root: Root, found: StepFound, metric: str | None) -> FollowedStep:
     own = {} if found.info is None else found.info.metrics
-    recorded = _recorded(root, found.step, found.attempt)
+    recorded = _read_metrics(root, found.step, found.attempt)
     place = root.below(found.name)
     return FollowedStep(
         step=found.step,
@@ -210,7 +210,7 @@ def _followed(root: Root, found: StepFound, metric: str | None) -> FollowedStep:
     )
 
 
-def _recorded(root: Root, step: int, attempt: str) -> list[RecordedMetric]:
+def _read_metrics(root: Root, step: int, attempt: str) -> list[RecordedMetric]:
     return recorded_in(entry.key for entry in root.shared.list(metrics_of(step, attempt)))
 
 
@@ -225,7 +225,7 @@ def recorded_metrics(run: AnyPlace, step: int, attempt: str) -> dict[str, float]
     Raises:
         StorageError: The storage can't be read.
     """
-    found = _recorded(Root(absolute_target(run)), step, attempt)
+    found = _read_metrics(Root(absolute_target(run)), step, attempt)
     return {one.name: one.value for one in found}
 
 

@@ -238,9 +238,9 @@ class WriterLease:
             return
         storage = self._root.shared
         for _ in range(_MOST_TRIES):
-            number, holder = self._held(storage)
-            if holder is not None and not even_if_held and self._lives(storage, number, holder):
-                raise self._refusal(number, holder)
+            number, holder = self._read_newest(storage)
+            if holder is not None and not even_if_held and self._is_live(storage, number, holder):
+                raise self._held_error(number, holder)
             has_failed = holder is not None and not holder.is_same_process(self._holder)
             self._count(storage, number, has_failed, last_s)
             content = self._holder.encode(since_s=now_s, failures=self.failures, ran_s=self.ran_s)
@@ -263,7 +263,7 @@ class WriterLease:
             checkpoint_id=self._root.url,
         )
 
-    def _refusal(self, number: int, holder: LeaseHolder) -> CheckpointExistsError:
+    def _held_error(self, number: int, holder: LeaseHolder) -> CheckpointExistsError:
         url = self._root.url
         if holder is _UNREADABLE:
             told = (
@@ -331,7 +331,7 @@ class WriterLease:
         if _highest(storage)[0] == number:
             storage.write(_name(number, "released"), b"")
 
-    def _held(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
+    def _read_newest(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
         """Returns the highest number and its holder; None if it was released."""
         number, is_released = _highest(storage)
         return number, None if is_released else _read_holder(storage, _name(number))[1]
@@ -345,7 +345,7 @@ class WriterLease:
             ran_s = last_s - float(before["since_s"])
             self.ran_s = float(before["ran_s"]) + min(max(0.0, ran_s), _LONGEST_RUN_S)
 
-    def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
+    def _is_live(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
         if holder is _UNREADABLE:
             return True
         if holder.is_same_process(self._holder) or holder.nonce == self._holder.nonce:

@@ -665,7 +665,7 @@ class _RetentionCombination(_Combination, _RetentionPolicy):
     def _checked(policy: object) -> RetentionPolicy:
         return check_retention(policy)
 
-    def _each(self, steps: Sequence[StepFacts]) -> Iterator[tuple[bool, ...]]:
+    def _answers_of_parts(self, steps: Sequence[StepFacts]) -> Iterator[tuple[bool, ...]]:
         """Yields the answers of all parts, step by step."""
         return zip(*(answers_of(policy, steps) for policy in self.policies), strict=True)
 
@@ -675,7 +675,7 @@ class KeepAnyOf(_RetentionCombination):
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
-        return [any(each) for each in self._each(steps)]
+        return [any(each) for each in self._answers_of_parts(steps)]
 
 
 class KeepAllOf(_RetentionCombination):
@@ -683,7 +683,7 @@ class KeepAllOf(_RetentionCombination):
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
-        return [all(each) for each in self._each(steps)]
+        return [all(each) for each in self._answers_of_parts(steps)]
 
 
 class KeepNot(_RetentionCombination):
@@ -691,7 +691,7 @@ class KeepNot(_RetentionCombination):
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
-        return [not any(each) for each in self._each(steps)]
+        return [not any(each) for each in self._answers_of_parts(steps)]
 
 
 def superfluous(
@@ -727,11 +727,11 @@ def superfluous(
     known = [facts for facts in known if waits <= facts.metrics.keys()]
     if policy is None or not known:
         return ()
-    kept = {known[-1].step, *protected, *_kept(policy, known)}
+    kept = {known[-1].step, *protected, *_keep(policy, known)}
     for value in (-math.inf, math.inf) if unknown else ():
         guess = {name: value for facts in known for name in facts.metrics}
         guesses = [replace(one, metrics=guess) for one in unknown]
-        kept |= _kept(policy, sorted([*known, *guesses], key=_step_of))
+        kept |= _keep(policy, sorted([*known, *guesses], key=_step_of))
     return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
@@ -858,7 +858,7 @@ def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool
     return answers
 
 
-def _kept(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
+def _keep(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
     answers = zip(steps, answers_of(policy, steps), strict=True)
     return {facts.step for facts, is_kept in answers if is_kept}
 

@@ -107,7 +107,7 @@ class Remover:
         """Requests a pass, unless one is waiting to run."""
         if not self._is_asked:
             self._is_asked = True
-            self._background.add(self._pass)
+            self._background.add(self._remove_once)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Waits until everything that can be deleted now is deleted.
@@ -127,7 +127,7 @@ class Remover:
         self._is_closed = True
         self._background.wait(timeout_s)
 
-    def _pass(self) -> None:
+    def _remove_once(self) -> None:
         self._is_asked = False
         if self._is_closed:
             return
@@ -219,9 +219,9 @@ class Writer:
             StorageError: The storage can't be read.
         """
         before = self.catalogue.steps
-        return self._take_in(self._looked(), before)
+        return self._take_in(self._scan(), before)
 
-    def _looked(self) -> Catalogue:
+    def _scan(self) -> Catalogue:
         """Scans the storage without changing the state of this writer."""
         known = self.catalogue
         return look(self.root, self._settings.names, known if known.steps else None)
@@ -399,7 +399,7 @@ class Writer:
                 self.damaged.discard(found.step)
                 self._saved_last = found.step
                 self._unpublished += 1
-                is_full = bool(self._superfluous(self.catalogue))
+                is_full = bool(self._find_superfluous(self.catalogue))
             self._after_commit(found.step)
             if is_full or self._waits_for_metrics:
                 self.remover.wake()
@@ -479,19 +479,19 @@ class Writer:
     def _choose(self, tried: Collection[Going]) -> list[Going]:
         """Returns the folders that may be deleted, as far as known."""
         with self.lock:
-            chosen = [one for one in self._superfluous(self.catalogue) if one not in tried]
+            chosen = [one for one in self._find_superfluous(self.catalogue) if one not in tried]
             self._leaving = frozenset(one.name for one in chosen)
             return chosen
 
     def _look_again(self) -> tuple[Collection[Going], Catalogue]:
         before = self.catalogue.steps
-        found = self._looked()
+        found = self._scan()
         with self.lock:
             # Careful: decided by the scan alone, before anything remembered is added to it.
-            still = self._superfluous(found)
+            still = self._find_superfluous(found)
         return still, self._take_in(found, before)
 
-    def _superfluous(self, catalogue: Catalogue) -> tuple[Going, ...]:
+    def _find_superfluous(self, catalogue: Catalogue) -> tuple[Going, ...]:
         """Returns the folders that may be deleted: steps by the policy, and leftovers of crashes.
 
         Only folders of steps older than the newest loadable one are included. Steps that could not

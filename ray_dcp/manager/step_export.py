@@ -178,7 +178,7 @@ class StepExporter:
                 if earlier in steps and not self._target(earlier).exists():
                     due = [earlier, *due]
             for one in due:
-                self._begin(steps[one])
+                self._start_export(steps[one])
 
     def close(self) -> None:
         """Waits for the exports in progress."""
@@ -191,7 +191,7 @@ class StepExporter:
         name = self._settings.names.name_of(step)
         return self._folder / f"{name}{_SUFFIXES.get(self._chosen.format, '')}"
 
-    def _begin(self, found: StepFound) -> None:
+    def _start_export(self, found: StepFound) -> None:
         # Why now: the step could be deleted before its turn.
         protected = ExitStack()
         protected.enter_context(ReaderLease(self._root, found.step, lease_s=self._settings.lease_s))

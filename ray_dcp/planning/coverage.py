@@ -159,13 +159,13 @@ def holes(
         for dim in range(len(start)):
             below, above = max(low[middle, dim], start[dim]), min(high[middle, dim], stop[dim])
             if above < stop[dim]:
-                todo.append((_with(start, dim, above), stop, rest))
+                todo.append((_replace(start, dim, above), stop, rest))
             if below > start[dim]:
-                todo.append((start, _with(stop, dim, below), rest))
-            start, stop = _with(start, dim, below), _with(stop, dim, above)
+                todo.append((start, _replace(stop, dim, below), rest))
+            start, stop = _replace(start, dim, below), _replace(stop, dim, above)
 
 
-def _with(corner: Int64Array, dim: int, value: int) -> Int64Array:
+def _replace(corner: Int64Array, dim: int, value: int) -> Int64Array:
     result = corner.copy()
     result[dim] = value
     return result
@@ -210,7 +210,7 @@ def _separable(region: Int64Array, offset: Int64Array, size: Int64Array, count: 
         rows, part = rows[crowded], part[crowded]
         if len(rows) == 0:
             break
-        finer = _cut(part, offset[rows, dim], size[rows, dim])
+        finer = _cut_at_gaps(part, offset[rows, dim], size[rows, dim])
         barren = barren + 1 if finer is None else 0
         part = part if finer is None else finer
         dim = (dim + 1) % width
@@ -219,7 +219,7 @@ def _separable(region: Int64Array, offset: Int64Array, size: Int64Array, count: 
     return result
 
 
-def _cut(part: Int64Array, start: Int64Array, length: Int64Array) -> Int64Array | None:
+def _cut_at_gaps(part: Int64Array, start: Int64Array, length: Int64Array) -> Int64Array | None:
     """Returns finer parts, cut wherever no interval crosses; None if there is no such place."""
     if (start == start[0]).all():
         return None

@@ -223,7 +223,7 @@ class Regular:
             for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
                 if step.any():
                     offset += step * (own // stride % length)[:, None, None]
-            for one, size in zip(*_placed(self.first, offset), strict=True):
+            for one, size in zip(*_move_items(self.first, offset), strict=True):
                 yield replace(self.first, offset=one, size=size)
 
 
@@ -237,7 +237,7 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
     first = known.get(0)
     if first is None or any(rank not in known for rank in probes(world_size)):
         return None
-    if not all(_alike(first, known[rank]) for rank in probes(world_size)):
+    if not all(_hold_same_boxes(first, known[rank]) for rank in probes(world_size)):
         return None
     strides, steps = [1], [np.zeros_like(first.offset)]
     if world_size > 1:
@@ -248,7 +248,7 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
         # A dimension ends where its steps don't add up. Two dimensions that behave as one count as
         # one.
         expected = first.offset + steps[-1] * (rank // strides[-1])
-        offset, size = _placed(first, expected)
+        offset, size = _move_items(first, expected)
         found = known[rank]
         if not (np.array_equal(offset, found.offset) and np.array_equal(size, found.size)):
             strides.append(rank)
@@ -258,7 +258,7 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
     return Regular(first, tuple(strides), tuple(lengths), np.stack(steps))
 
 
-def _alike(one: Columns, other: Columns) -> bool:
+def _hold_same_boxes(one: Columns, other: Columns) -> bool:
     """Returns whether two ranks hold boxes of the same tensors, in the same order."""
     return (
         one.names == other.names
@@ -268,7 +268,7 @@ def _alike(one: Columns, other: Columns) -> bool:
     )
 
 
-def _placed(first: Columns, offset: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _move_items(first: Columns, offset: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Returns rank 0's items moved to other offsets, clipped to the bounds of their tensors."""
     offset = np.minimum(offset, np.maximum(first.shape, first.offset))
     inside = np.maximum(first.shape - offset, 0)

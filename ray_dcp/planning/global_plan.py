@@ -219,16 +219,16 @@ class Loads:
         node_load, most = self._node_bytes[names], np.zeros(len(names), dtype=np.int64)
         np.maximum.at(most, node, load)
         # Why not node_load alone: other ranks of the node write to files of their own.
-        chosen = _chosen(node_load, most, total, min_bytes)
+        chosen = _choose_sharers(node_load, most, total, min_bytes)
         share = np.zeros(len(names), dtype=np.int64)
         share[chosen] = level_shares(node_load[chosen], total)
-        low = load + _within(node, load, share)
+        low = load + _level_groups(node, load, share)
         lowest = np.full(len(names), np.iinfo(np.int64).max)
         np.minimum.at(lowest, node, low)
         writes = (share > 0)[node]
         for index in np.flatnonzero((share > 0) & (lowest < min_bytes)).tolist():
             own = np.flatnonzero(node == index)
-            writes[own] = _chosen(load[own], load[own], int(share[index]), min_bytes)
+            writes[own] = _choose_sharers(load[own], load[own], int(share[index]), min_bytes)
         return np.flatnonzero(writes)
 
     def shares(self, ranks: Ranks, total: int) -> Int64Array:
@@ -243,7 +243,7 @@ class Loads:
         """
         names, node = np.unique(self._node[ranks], return_inverse=True)
         share = level_shares(self._node_bytes[names], total)
-        return _within(node, self._bytes[ranks], share)
+        return _level_groups(node, self._bytes[ranks], share)
 
 
 def level_shares(load: Int64Array, total: int) -> Int64Array:
@@ -257,10 +257,10 @@ def level_shares(load: Int64Array, total: int) -> Int64Array:
         >>> level_shares(np.array([5, 0, 9]), 9).tolist()
         [2, 7, 0]
     """
-    return _within(np.zeros(len(load), dtype=np.int64), load, np.array([total]))
+    return _level_groups(np.zeros(len(load), dtype=np.int64), load, np.array([total]))
 
 
-def _within(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Array:
+def _level_groups(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Array:
     """Does as `level_shares` for several groups at once, each with its own total.
 
     Args:
@@ -281,7 +281,7 @@ def _within(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Arra
     return np.asarray(np.maximum(level[group] - load, 0))
 
 
-def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> BoolArray:
+def _choose_sharers(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> BoolArray:
     """Returns which of several nodes (or ranks) share `total`; at least one.
 
     Args:
@@ -295,7 +295,7 @@ def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> B
     has_file = most > 0
     rank = np.where(has_file, np.maximum(load + 1, min_bytes), enough)
     order = np.lexsort((-load, enough, ~has_file, rank))
-    count = _most(load, enough, order[:0], order, total)
+    count = _count_sharers(load, enough, order[:0], order, total)
     if count == 0:
         # Too little for the first: only the one whose file lacks least gets it.
         order, count = np.lexsort((load, enough - load)), 1
@@ -308,11 +308,11 @@ def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> B
     chosen[taken] = True
     # Holders that have files already get bytes without a further file.
     more = order[has_file[order] & ~chosen[order]]
-    chosen[more[: _most(load, enough, taken, more, total)]] = True
+    chosen[more[: _count_sharers(load, enough, taken, more, total)]] = True
     return chosen
 
 
-def _most(
+def _count_sharers(
     load: Int64Array, enough: Int64Array, taken: Int64Array, more: Int64Array, total: int
 ) -> int:
     """Returns how many of the first of `more` may share so that each reaches its `enough`."""
@@ -401,7 +401,7 @@ def share_out(
     differing, disagreements = _disagreements(held, boxes)
     free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
     cuttable = free & _splittable(held, boxes) & (num_bytes >= 2 * min_piece_bytes)
-    settled = _settled(held, boxes)
+    settled = _find_settled(held, boxes)
     lead = _lead_lengths(held.size[boxes.row])
     # Each part: boxes, their first row and number of rows, and the row of `Held` that writes them.
     parts: list[tuple[Int64Array, Int64Array, Int64Array, Int64Array]] = []
@@ -418,7 +418,7 @@ def share_out(
             chosen = loads.writers(ranks, total, min_writer_bytes)
             whole, line = members[~cuttable[members]], members[cuttable[members]]
             if len(whole):
-                place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks[chosen], loads)
+                place = _assign_whole(num_bytes[whole] + ITEM_COST_BYTES, ranks[chosen], loads)
                 writer = boxes.holder[boxes.start[whole] + chosen[place]]
                 parts.append((whole, np.zeros_like(whole), lead[whole], writer))
             if len(line):
@@ -479,7 +479,7 @@ def _splittable(held: Held, boxes: DistinctBoxes) -> BoolArray:
     return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
 
 
-def _settled(held: Held, boxes: DistinctBoxes) -> BoolArray:
+def _find_settled(held: Held, boxes: DistinctBoxes) -> BoolArray:
     """Returns the boxes that are not expected to change between saves: bool[g]."""
     highest = np.maximum.reduceat(held.settled[boxes.holder], boxes.start[:-1])
     return np.asarray((highest == Settled.SETTLED) & (held.kind[boxes.row] == Kind.TENSOR))
@@ -487,10 +487,10 @@ def _settled(held: Held, boxes: DistinctBoxes) -> BoolArray:
 
 def _lead_lengths(size: Int64Array) -> Int64Array:
     """Returns the length of each box's first dimension longer than 1."""
-    return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
+    return np.take_along_axis(size, _leading_dimension(size)[:, None], axis=1)[:, 0]
 
 
-def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
+def _leading_dimension(size: Int64Array) -> npt.NDArray[np.intp]:
     """Returns each box's first dimension longer than 1 (0 if there is none)."""
     return np.asarray(np.argmax(size > 1, axis=1))
 
@@ -508,7 +508,7 @@ def _cut_boxes(
     offset, size = held.offset[row], held.size[row]
     start = np.zeros(len(box), dtype=np.int64)
     cut = np.flatnonzero(count != _lead_lengths(size))
-    lead = _lead(size[cut])
+    lead = _leading_dimension(size[cut])
     start[cut] = first[cut] * (volume(size[cut]) // size[cut, lead]) * itemsize[box[cut]]
     offset[cut, lead] += first[cut]
     size[cut, lead] = count[cut]
@@ -525,7 +525,7 @@ def _by_holders(held: Held, boxes: DistinctBoxes, free: Int64Array) -> list[Int6
     return [np.array(members, dtype=np.int64) for members in found.values()]
 
 
-def _whole(weight: Int64Array, ranks: Int32Array, loads: Loads) -> Int64Array:
+def _assign_whole(weight: Int64Array, ranks: Int32Array, loads: Loads) -> Int64Array:
     """Returns which of the ranks gets each box; each cut is off by at most a box.
 
     Args:
@@ -899,7 +899,7 @@ def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> 
         wrong = [
             f"{keys[file]} of rank {plan.file_rank[file]}: its key, its length or the places of "
             f"its deferred items, found {[*receipts][file]}"
-            for file in np.flatnonzero(_misfits(plan, keys, receipts)).tolist()
+            for file in np.flatnonzero(_find_misfits(plan, keys, receipts)).tolist()
         ]
     if wrong:
         raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
@@ -907,7 +907,7 @@ def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> 
     return receipts.places[:, 1:]
 
 
-def _misfits(plan: GlobalPlan, keys: list[str], receipts: FileReceipts) -> BoolArray:
+def _find_misfits(plan: GlobalPlan, keys: list[str], receipts: FileReceipts) -> BoolArray:
     """Returns which files have a receipt that differs from the plan: bool[f]."""
     shape = _shape_of(plan)
     places, num_places = receipts.places, receipts.num_places

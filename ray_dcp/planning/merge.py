@@ -268,7 +268,7 @@ def check_held(held: Held, boxes: DistinctBoxes) -> None:
         raise (PlanConflictError if wrong else CoverageError)(
             "the ranks' items do not make one checkpoint; expected one shape, dtype and kind for "
             "each FQN, every element held by one box, and each item listed once by a rank:\n"
-            + _listed(wrong + gaps)
+            + _describe_wrong(wrong + gaps)
         )
 
 
@@ -316,7 +316,7 @@ def _shape_text(held: Held, row: int) -> str:
     return str(tuple(held.shape[row, : held.ndim[row]].tolist()))
 
 
-def _listed(wrong: list[str]) -> str:
+def _describe_wrong(wrong: list[str]) -> str:
     more = len(wrong) - _TOLD
     return "\n".join(f"  {line}" for line in wrong[:_TOLD]) + (
         f"\n  … and {more} more" if more > 0 else ""
@@ -405,7 +405,7 @@ def find_disagreements(
     """
     rank, group = _members(groups)
     data = b"".join(told)
-    if len(data) != len(rank) * DIGEST_BYTES or not _fits(rank, told):
+    if len(data) != len(rank) * DIGEST_BYTES or not _has_digests_of_groups(rank, told):
         return None
     if len(rank) == 0:
         return ()
@@ -430,7 +430,7 @@ def _members(groups: ValueGroups) -> tuple[Int32Array, Int32Array]:
     return groups.rank[fresh], groups.group[fresh]
 
 
-def _fits(rank: Int32Array, told: Sequence[bytes]) -> bool:
+def _has_digests_of_groups(rank: Int32Array, told: Sequence[bytes]) -> bool:
     """Returns whether each rank reported as many digests as it has groups."""
     expected: Int64Array = np.bincount(rank, minlength=len(told)) * DIGEST_BYTES
     lengths = np.fromiter(map(len, told), np.int64, len(told))

@@ -429,8 +429,8 @@ def share_reads(
     if len(ranks) < 2:
         return _shares_of([], groups, node)
     whole = merged(*(np.concatenate([getattr(r, n) for r in distinct]) for n in _COLUMNS))
-    units = _cut(whole, unit_bytes)
-    unit, group, demand = _incidences(units, distinct)
+    units = _cut_into_units(whole, unit_bytes)
+    unit, group, demand = _pair_units_with_groups(units, distinct)
     members = [np.flatnonzero(groups == one) for one in range(len(distinct))]
     sizes = np.array([len(one) for one in members])
     num_nodes = np.array([len(set(node[one].tolist())) for one in members])
@@ -468,14 +468,14 @@ def _bases(file: Int32Array, high: Int64Array) -> Int64Array:
     return offsets_of(length)[:-1]
 
 
-def _cut(whole: Ranges, unit_bytes: int) -> Ranges:
+def _cut_into_units(whole: Ranges, unit_bytes: int) -> Ranges:
     counts = -(-(whole.high - whole.low) // unit_bytes)
     row, nth = np.repeat(np.arange(len(whole)), counts), within(counts)
     low = whole.low[row] + nth * unit_bytes
     return Ranges(whole.file[row], low, np.minimum(low + unit_bytes, whole.high[row]))
 
 
-def _incidences(
+def _pair_units_with_groups(
     units: Ranges, distinct: Sequence[Ranges]
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Returns `(unit, group, bytes that the group needs of it)` of all pairs that meet, by unit."""

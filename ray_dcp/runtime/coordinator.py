@@ -130,7 +130,7 @@ class StagerWatch:
                 with suppress(CheckpointError, RayError):
                     if seen.handle is not None:
                         ray_calls.kill(seen.handle, no_restart=True)
-                self._lose(name, why)
+                self._report_lost(name, why)
 
     async def _ask(self, name: str, seen: _Seen) -> None:
         try:
@@ -142,15 +142,15 @@ class StagerWatch:
             process = await seen.handle.name.remote()
         except (ActorDiedError, ValueError) as error:
             what = "that it died" if isinstance(error, ActorDiedError) else "that there is none"
-            self._lose(name, f"Ray says {what}")
+            self._report_lost(name, f"Ray says {what}")
             return
         except RayError:
             return  # a connection broke: only silence beyond the bound is a loss
         seen.heard_s = self._clock()
         if process != name:
-            self._lose(name, "another stager has its place")
+            self._report_lost(name, "another stager has its place")
 
-    def _lose(self, name: str, why: str) -> None:
+    def _report_lost(self, name: str, why: str) -> None:
         self._seen.pop(name, None)
         if name not in self._lost:
             self._lost.add(name)
@@ -327,10 +327,10 @@ class StagedPlans:
         """Asks stagers for the reports that they sent to the earlier coordinator."""
         if saved.resumed is not None and saved.unasked:
             epoch, attempt = saved.resumed
-            asked = [self._shares(key, epoch, attempt, saved, each) for each in saved.unasked]
+            asked = [self._keep_shares(key, epoch, attempt, saved, each) for each in saved.unasked]
             await asyncio.gather(*asked)
 
-    async def _shares(
+    async def _keep_shares(
         self, key: OpKey, epoch: int, attempt: str, saved: _Saved, stager: str
     ) -> None:
         actor, _, _ = stager.partition("#")
@@ -633,8 +633,8 @@ class Coordinator(CoordinatorLoop):
                 me,
                 self.epoch,
             )
-        self._start(self._resume())
-        watches = (self._watch(), self._check_silence(), self._stagers.watch(), self._pulse())
+        self._start_task(self._resume())
+        watches = (self._watch(), self._check_silence(), self._stagers.watch(), self._write_pulse())
         for watch in watches:
             self._tasks.add(ray_calls.run_for_ever(watch, self._self, no_restart=False))
 
@@ -681,7 +681,7 @@ class Coordinator(CoordinatorLoop):
         held = [one.held for one in requests if isinstance(one, SaveStaged)]
         noted = [self._plans.note(one) for one in held if one is not None]
         if any(noted):
-            self._start(self._plans.keep())
+            self._start_task(self._plans.keep())
 
     def _register(self, session: str, rank: int, caller: Caller) -> None:
         self._members.add(session, rank, caller)
@@ -693,7 +693,7 @@ class Coordinator(CoordinatorLoop):
 
     # Life and death
 
-    async def _pulse(self) -> None:
+    async def _write_pulse(self) -> None:
         """Writes to the control store that this process lives, for ranks that can't reach it."""
         name = pulse_name(self._name)
         for number in count():
@@ -720,11 +720,11 @@ class Coordinator(CoordinatorLoop):
             try:
                 for session, rank, caller in await self._members.take_dead():
                     reason = f"Ray says that its process ({caller}) has ended"
-                    self._lose(session, rank, reason)
+                    self._report_lost(session, rank, reason)
                 await self._members.keep()
                 # Why a task: a stager that is frozen must not keep it from seeing who died.
                 if not self._plans.is_busy:
-                    self._start(self._plans.keep())
+                    self._start_task(self._plans.keep())
             except CheckpointError as error:
                 # Why go on: deadlines and leases work without this look.
                 logger.warning("Ranks that die are only seen at deadlines: %s", error)

@@ -113,7 +113,7 @@ class CoordinatorLoop:
             caller: The rank's process; its string is used in messages.
             silence_s: See `Coordination.receive`.
         """
-        at, future = await self._begin(request, caller, silence_s)
+        at, future = await self._start_request(request, caller, silence_s)
         try:
             return await future
         finally:
@@ -131,7 +131,7 @@ class CoordinatorLoop:
             silence_s: See `Coordination.receive`.
         """
         begun = [
-            await self._begin(request, caller, silence_s)
+            await self._start_request(request, caller, silence_s)
             for request, caller in zip(message.requests, callers, strict=True)
         ]
         try:
@@ -148,7 +148,7 @@ class CoordinatorLoop:
             for at, future in begun:
                 self._forget(at, future)
 
-    async def _begin(
+    async def _start_request(
         self, request: Request, caller: Any, silence_s: float | None
     ) -> tuple[Waiting, asyncio.Future[Reply]]:
         """Passes a request to the coordination; returns its key and the future of its reply."""
@@ -230,7 +230,7 @@ class CoordinatorLoop:
         """
         self._called.set()
         await self._resumed.wait()
-        self._lose(session, rank, "it has closed its session")
+        self._report_lost(session, rank, "it has closed its session")
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
         """Records which stagers hold bytes of saves, for the next coordinator."""
@@ -242,7 +242,7 @@ class CoordinatorLoop:
     def _register(self, session: str, rank: int, caller: Any) -> None:
         self._coordination.place(session, rank, str(caller))
 
-    def _lose(self, session: str, rank: int, reason: str) -> None:
+    def _report_lost(self, session: str, rank: int, reason: str) -> None:
         self._carry_out(self._coordination.lost(session, [rank], reason))
 
     def _forget(self, at: Waiting, future: asyncio.Future[Reply]) -> None:
@@ -263,7 +263,7 @@ class CoordinatorLoop:
                         self._resolve((key, rank, step), reply)
                 case Perform():
                     self._performing.append(command.key)
-                    self._start(self._perform(command))
+                    self._start_task(self._perform(command))
                 case Arm():
                     self._disarm(command.key)
                     after_s = command.after_s + self._grace_s
@@ -316,12 +316,12 @@ class CoordinatorLoop:
         for at in [at for at in self._waiting if at[0] == key]:
             self._resolve(at, refused)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
         self._tasks.add(task := asyncio.ensure_future(work))
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._log_failure)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _log_failure(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("A task of the coordinator ended early", exc_info=task.exception())

@@ -199,7 +199,7 @@ def _copy_others(copying: _Copying, plan: CopyPlan, standing: RecordsRead) -> No
     storage = copying.target
     seen = standing_records(storage)
     if seen.manifest is not None or seen.last_slot > standing.last_slot:
-        raise _taken(storage, record_key(seen.last_slot))
+        raise _key_taken_error(storage, record_key(seen.last_slot))
     for key, _ in plan.last:
         is_read = key == METADATA_KEY
         copying.create(key, plan.checkpoint.record if is_read else copying.source.read(key))
@@ -356,7 +356,7 @@ def _commit(
             raise failed or fenced_off(vote, decision)
 
 
-def _taken(storage: Storage, key: str) -> CheckpointExistsError:
+def _key_taken_error(storage: Storage, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"expected to be the only one who writes to {storage.url}, but somebody else created "
         f"{key} there meanwhile; choose another place",
@@ -402,7 +402,7 @@ class _Copying:
         try:
             self.target.write(key, data, create=self.target.traits.create_if_absent)
         except KeyExistsError as error:
-            raise _taken(self.target, key) from error
+            raise _key_taken_error(self.target, key) from error
         self._own.append(key)
 
     def _file(self, item: tuple[str, int]) -> None:
@@ -438,7 +438,7 @@ class _Copying:
             writer.commit()
             self._own.append(name)
         except KeyExistsError as error:
-            raise _taken(self.target, name) from error
+            raise _key_taken_error(self.target, name) from error
         finally:
             if writer is not None:
                 writer.abort()

@@ -96,11 +96,11 @@ def collect(
     place = look_at(storage)
     check_ours(place)
     _check_readable(place, "collected")
-    warnings = [] if dry_run else _published(place, target)
-    found = _dead(place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run)
+    warnings = [] if dry_run else _publish_metadata(place, target)
+    found = _find_dead(place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run)
     fenced: tuple[str, ...] = ()
     if abort_unfinished and dry_run:
-        fenced = _dead(place).unfinished
+        fenced = _find_dead(place).unfinished
     elif abort_unfinished and found.unfinished:
         fenced, refused = _fence(target, found.unfinished, opener)
         if any(map(is_full, refused)) and _make_room(place):
@@ -108,7 +108,7 @@ def collect(
             fenced += again
         warnings += refused
         place = look_at(storage)
-        found = _dead(place, anonymous=True)
+        found = _find_dead(place, anonymous=True)
     report = remove(place, found, dry_run)
     return replace(report, fenced=fenced, warnings=(*warnings, *report.warnings))
 
@@ -120,7 +120,7 @@ def _check_readable(place: Listing, done: str) -> None:
         raise error
 
 
-def _published(place: Listing, target: Target) -> list[str]:
+def _publish_metadata(place: Listing, target: Target) -> list[str]:
     """Updates `.metadata` before the names in it are read; returns a warning if that fails."""
     if place.standing.record is None:
         return []
@@ -131,7 +131,7 @@ def _published(place: Listing, target: Target) -> list[str]:
     return []
 
 
-def _dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) -> GarbagePlan:
+def _find_dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) -> GarbagePlan:
     return sweep(
         place.sizes,
         standing=place.standing.manifest,
@@ -228,7 +228,7 @@ def delete(
         if dry_run:
             return _finish_delete(place, record, dry_run)
         confirm()
-        match _bury(target, record, opener):
+        match _record_abort(target, record, opener):
             case Won() as won:
                 return _finish_won(place, record, won)
             case Fenced():
@@ -254,7 +254,7 @@ def _make_room(place: Listing) -> bool:
     """
     manifest = place.standing.manifest
     traces = () if manifest is None else (trace_key(manifest.attempt),)
-    found = _dead(place)
+    found = _find_dead(place)
     done = remove(place, replace(found, delete=(*traces, *found.delete)), dry_run=False)
     return any(key in place.sizes for key in done.deleted)
 
@@ -318,7 +318,7 @@ def _delete_record(place: Listing, attempt: str) -> DeleteRecord:
     )
 
 
-def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
+def _record_abort(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
     vote = Vote(
         target,
         record.attempt,

@@ -97,7 +97,7 @@ def is_gathered(request: Request) -> bool:
     return isinstance(request, steps) and not failed
 
 
-def _sharing(request: Request, first: Request) -> Request:
+def _share_values(request: Request, first: Request) -> Request:
     """Returns a request that shares its call's values with another one, so that they are sent once.
 
     *Why*: to send and read them for each rank takes as long as all other work on a join.
@@ -140,22 +140,22 @@ class BatchWindow:
         at = (request.key, step_of(request))
         _, requests = self._steps.setdefault(at, (self._clock() + WAIT_S, {}))
         requests[request.rank] = request
-        return [self._sent(at)] if len(requests) == self._num_ranks else []
+        return [self._take_batch(at)] if len(requests) == self._num_ranks else []
 
     def due(self) -> list[MessageBatch]:
         """Returns the messages to send although ranks are missing. Call it at `next_s`."""
         now_s = self._clock()
-        return [self._sent(at) for at, (due_s, _) in [*self._steps.items()] if due_s <= now_s]
+        return [self._take_batch(at) for at, (due_s, _) in [*self._steps.items()] if due_s <= now_s]
 
     @property
     def next_s(self) -> float | None:
         """The clock time at which the next incomplete message is due; None if there is none."""
         return min((due_s for due_s, _ in self._steps.values()), default=None)
 
-    def _sent(self, at: tuple[OpKey, str]) -> MessageBatch:
+    def _take_batch(self, at: tuple[OpKey, str]) -> MessageBatch:
         _, requests = self._steps.pop(at)
         found = [requests[rank] for rank in sorted(requests)]
-        return MessageBatch(*at, tuple(_sharing(request, found[0]) for request in found))
+        return MessageBatch(*at, tuple(_share_values(request, found[0]) for request in found))
 
 
 class Gatherer:
@@ -203,7 +203,7 @@ class Gatherer:
         at = (request.key, request.rank, step_of(request))
         self._waiting.setdefault(at, []).append(future)
         for message in self._window.take(request):
-            self._start(self._send(message))
+            self._start_task(self._send(message))
         self._set_timer()
         return await future
 
@@ -221,7 +221,7 @@ class Gatherer:
 
     def _send_late(self) -> None:
         for message in self._window.due():
-            self._start(self._send(message))
+            self._start_task(self._send(message))
         self._set_timer()
 
     async def _send(self, message: MessageBatch) -> None:
@@ -251,7 +251,7 @@ class Gatherer:
             if not future.done():
                 future.set_result(reply)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
         task = asyncio.ensure_future(work)
         self._tasks.add(task)

@@ -141,7 +141,7 @@ class HeartbeatSender(ABC):
         if self._frozen is not None and not (staged and self._may_continue(staged)):
             return self._frozen
         if out_of_reach and not outlives_restart and self._is_gone():
-            return self._died()
+            return self._died_error()
         return None
 
     def _run_thread(self) -> None:
@@ -222,7 +222,7 @@ class HeartbeatSender(ABC):
             with self._changed:
                 self._changed.wait(wait_s)
             return
-        for ref in self._answered(wait_s):
+        for ref in self._wait_for_answers(wait_s):
             before = [*self._sent]
             _, beat = self._sent[ref]
             # Why those before: whoever answers one lives, and the others may have been lost.
@@ -230,16 +230,16 @@ class HeartbeatSender(ABC):
                 del self._sent[one]
             ack = self._ack_of(ref)
             if ack is not None:
-                self._take(beat, ack)
+                self._process_ack(beat, ack)
                 continue
             # Why: a dead coordinator is not silent, and its plans are lost.
             self._sent.clear()
             if self._is_gone():
-                self._abandon(self._died())
+                self._abandon(self._died_error())
             with self._changed:
                 self._changed.wait(wait_s)
 
-    def _take(self, beat: Heartbeat, ack: HeartbeatAck) -> None:
+    def _process_ack(self, beat: Heartbeat, ack: HeartbeatAck) -> None:
         self._ack, self._frozen = ack, None
         for wait in ack.waits:
             logger.warning("%s", wait)
@@ -268,22 +268,22 @@ class HeartbeatSender(ABC):
         for progress in working:
             progress.abandon(error)
 
-    def _died(self) -> ParticipantError:
+    def _died_error(self) -> ParticipantError:
         return ParticipantError(
-            f"Expected {self._who} to live until the end, but its process{self._where} died. Call "
+            f"Expected {self._who} to live until the end, but its process{self._place} died. Call "
             f"again",
             rank=self._rank,
         )
 
-    def _silent(self, silent_s: float, why: str) -> DeadlineError:
+    def _silent_error(self, silent_s: float, why: str) -> DeadlineError:
         return DeadlineError(
-            f"Expected {self._who}{self._where} to answer heartbeats, but it has not for "
+            f"Expected {self._who}{self._place} to answer heartbeats, but it has not for "
             f"{silent_s:.0f} s: {why}",
             rank=self._rank,
         )
 
     @property
-    def _where(self) -> str:
+    def _place(self) -> str:
         return f" ({self._ack.place})" if self._ack else ""
 
     @property
@@ -308,7 +308,7 @@ class HeartbeatSender(ABC):
         """Sends a heartbeat; returns a reference to its answer."""
 
     @abstractmethod
-    def _answered(self, wait_s: float) -> list[Any]:
+    def _wait_for_answers(self, wait_s: float) -> list[Any]:
         """Returns heartbeats that were answered or failed; waits at most `wait_s` for one."""
 
     @abstractmethod

@@ -170,7 +170,7 @@ class NodeMemory:
             return None
         # Suppressed: without memory it is loaded from storage.
         with suppress(CheckpointError, ray.exceptions.RayError):
-            found = MemoryTierStorage(storage, attempt, self._namespace, self._here())
+            found = MemoryTierStorage(storage, attempt, self._namespace, self._own_stager())
             return None if found.is_empty else found
         return None
 
@@ -186,7 +186,7 @@ class NodeMemory:
             stop: Asked to stop.
         """
         ray = _ray()
-        stager = None if ray is None else self._here()
+        stager = None if ray is None else self._own_stager()
         if ray is None or stager is None:
             return
         from ray_dcp.runtime import ray_calls
@@ -207,7 +207,7 @@ class NodeMemory:
             threading.Event().wait(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
-    def _here(self) -> Any:
+    def _own_stager(self) -> Any:
         """Returns this node's stager, which is looked up once; None when there is none."""
         if self._own is None:
             self._own = _stager(_node_id(), self._namespace)

@@ -232,14 +232,14 @@ class SaveRecorder:
                 if staged_s and rank in self._planned:
                     self._staged_s.setdefault(rank, self._planned[rank] + staged_s)
                     self._staged_bytes[rank] = staged_bytes
-                self._wrote(request, now_s)
+                self._count_written(request, now_s)
             case PartsHeld():
                 self._staged_s.setdefault(rank, now_s)
                 self._staged_bytes[rank] = request.num_bytes
             case SaveStaged():
                 self._staged_s.setdefault(rank, now_s)
             case PartsWritten():
-                self._wrote(request, now_s)
+                self._count_written(request, now_s)
 
     def record_answer(self, answer: Answer, now_s: float) -> None:
         """Records an answer with the assignments of ranks."""
@@ -289,7 +289,7 @@ class SaveRecorder:
         trace = replace(trace, linked_bytes=linked, copied_bytes=copied)
         return replace(trace, held_by="capture plan") if self._in_background else trace
 
-    def _wrote(self, request: SaveReceipt | PartsWritten, now_s: float) -> None:
+    def _count_written(self, request: SaveReceipt | PartsWritten, now_s: float) -> None:
         files = self._bytes.setdefault(request.rank, {})
         before = len(files)
         for receipt in request.files:
@@ -379,7 +379,7 @@ class Tracing:
             writing = None
             # Suppressed: there are no more threads, and no save fails because of its trace.
             with suppress(LimitError):
-                writing = self._start(save, command.task.target)
+                writing = self._start_writer(save, command.task.target)
             result = performer(command.task)
             if writing is not None:
                 writing.join(WAIT_S)
@@ -400,7 +400,7 @@ class Tracing:
             self._saves.pop(key, None)
             logger.debug("The record of save %d is dropped", key.seq, exc_info=True)
 
-    def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
+    def _start_writer(self, save: SaveRecorder, target: Target) -> threading.Thread:
         committed_s = self._clock()
 
         def run() -> None:

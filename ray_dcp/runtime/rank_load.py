@@ -177,7 +177,7 @@ class RankLoad:
             prepared: Prepared | None = None
             tried: ReadCounts | None = None
             if checkpoint is not None:
-                work, read_plan, error = yield from _planned(self.plan, checkpoint, rank)
+                work, read_plan, error = yield from _make_plan(self.plan, checkpoint, rank)
                 if work is not None and read_plan is not None:
                     prepare = partial(self.prepare, checkpoint, work, read_plan)
                     prepared, error = result_or_error(prepare, "planning the reads", rank)
@@ -540,7 +540,7 @@ def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Rep
         return value
 
 
-def _planned(
+def _make_plan(
     plan: Callable[[Checkpoint], Targets | LoadPlanning], checkpoint: Checkpoint, rank: int
 ) -> Generator[Request, Reply, tuple[Targets | None, ReadPlan | None, CheckpointError | None]]:
     try:
@@ -681,7 +681,7 @@ def first_that_loads(
                     if skipped:
                         error.__notes__ = [
                             *getattr(error, "__notes__", ()),
-                            f"Newer checkpoints were skipped before: {_listed(skipped)}",
+                            f"Newer checkpoints were skipped before: {_reasons(skipped)}",
                         ]
                     raise
         skipped.append((one, failed))
@@ -755,16 +755,16 @@ def _nothing_loaded(
     if not damaged:
         return CheckpointNotFoundError(
             f"expected a committed checkpoint{steps} in the run {url}, but none of "
-            f"{len(skipped)} folder(s) holds one: {_listed(skipped)}",
+            f"{len(skipped)} folder(s) holds one: {_reasons(skipped)}",
             checkpoint_id=url,
         )
     return DamagedCheckpointError(
         f"expected a sound checkpoint{steps} in the run {url}, but none of {len(skipped)} "
-        f"folder(s) can be loaded: {_listed(skipped)}. The state dict may hold parts of what was "
+        f"folder(s) can be loaded: {_reasons(skipped)}. The state dict may hold parts of what was "
         f"tried: load into it again before you use it. `ray-dcp verify` lists all the damage",
         checkpoint_id=url,
     )
 
 
-def _listed(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
+def _reasons(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
     return "; ".join(f"{path}: {error.message}" for path, error in skipped)

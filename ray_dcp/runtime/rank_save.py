@@ -292,7 +292,7 @@ class RankSave:
         with naming_checkpoint(self.target.url):
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
-                again = partial(_again, join, reply, columns)
+                again = partial(_join_with_rows, join, reply, columns)
                 answer, error = result_or_error(again, "encoding the plan", rank)
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
@@ -377,13 +377,13 @@ class RankSave:
                 raise progress.abandoned
             outcome = yield request
         except CheckpointError as unanswered:
-            outcome = self._settled(go, unanswered)
+            outcome = self._settle_on_storage(go, unanswered)
         # Why InternalError: a coordinator that contradicted itself may have committed, or still
         # may.
         if isinstance(outcome, Refused) and isinstance(
             outcome.error, CommitUnknownError | InternalError
         ):
-            outcome = self._settled(go, reply_error(outcome, rank))
+            outcome = self._settle_on_storage(go, reply_error(outcome, rank))
         if not isinstance(outcome, SaveOutcome):
             raise reply_error(outcome, rank)
         if isinstance(request, SaveStaged):
@@ -392,30 +392,30 @@ class RankSave:
                 if len(files) == len(go.plan.files):
                     progress.count_files(files)
                 else:
-                    progress.count(_written(go, outcome))
+                    progress.count(_bytes_by_stager(go, outcome))
         if self.options.unchanged == "link":
             with contained("The look at what was committed"):
                 self.history.committed(go.attempt, outcome, self.opener)
         progress.over = progress.is_good = True
         return outcome
 
-    def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
+    def _settle_on_storage(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
         """Returns the outcome by the records on storage, when the coordinator does not answer."""
         unanswered = located(unanswered, self.target.url)
         timeout_s = self.options.commit_timeout_s
 
         def overdue() -> CommitUnknownError:
-            return self._unknown(
+            return self._unknown_outcome_error(
                 go,
                 f"the storage did not answer within SaveOptions.commit_timeout_s={timeout_s:g} s, "
                 f"and no coordinator did ({unanswered.message})",
                 "when the storage answers again",
             )
 
-        look = partial(self._look, go, unanswered)
+        look = partial(self._read_decision, go, unanswered)
         return run_within(look, timeout_s, Stop(), overdue, unwind_s=0.0)
 
-    def _look(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
+    def _read_decision(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
         target, rank = self.target, self.rank
         decision = settle(
             target,
@@ -454,9 +454,9 @@ class RankSave:
                 )
         if isinstance(unanswered, CommitUnknownError):
             raise unanswered
-        raise self._unknown(go, unanswered.message, "later")
+        raise self._unknown_outcome_error(go, unanswered.message, "later")
 
-    def _unknown(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
+    def _unknown_outcome_error(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
         return CommitUnknownError(
             f"It is not known whether attempt {go.attempt} was committed: {why}. Ask "
             f"ray_dcp.outcome({self.target.url!r}, {go.attempt!r}) {when}",
@@ -486,7 +486,7 @@ def _first(
     return replace(join, fingerprint=name, columns=rows, contents=contents_of(columns)), None
 
 
-def _written(go: SaveGo, outcome: SaveOutcome) -> int:
+def _bytes_by_stager(go: SaveGo, outcome: SaveOutcome) -> int:
     """Returns the number of bytes that a stager wrote for a rank, which nobody reports to it."""
     record = decode_record(outcome.manifest) if outcome.manifest else None
     files = record.files if isinstance(record, Manifest) else None
@@ -505,6 +505,6 @@ def _deferred_checks(plan: RankPlan, captured: Captured) -> tuple[int, ...]:
     )
 
 
-def _again(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:
+def _join_with_rows(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:
     rows = encode(without_contents(columns)) if asked.rows else b""
     return replace(join, columns=rows, contents=contents_of(columns), asked=join.asked + 1)

@@ -216,7 +216,7 @@ class Caller:
         return f"pid {self.pid} on {self.node}" if self.node else f"pid {self.pid}"
 
 
-def _private(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def _needs(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Makes a function raise an error that names the Ray to install, if a name is missing."""
 
     def checked(use: Callable[P, T]) -> Callable[P, T]:
@@ -262,7 +262,7 @@ def starting_no_ray() -> Iterator[None]:
 
 
 @functools.cache
-@_private("calls that start no cluster")
+@_needs("calls that start no cluster")
 def _ask_before_init() -> None:
     from ray._private import auto_init_hook
 
@@ -281,7 +281,7 @@ that Ray itself delays needs so long, for a large value or a control store that 
 
 
 @functools.cache
-@_private("a shutdown that waits for calls")
+@_needs("a shutdown that waits for calls")
 def survive_shutdown() -> None:
     """Prevents `ray.shutdown`, and Ray's own at exit, from ending a process whose threads use Ray.
 
@@ -328,7 +328,7 @@ class _EndedCoreWorker:
         raise RaySystemError(f"Ray is being shut down in this process, and can't {name} any more")
 
 
-@_private("the internal key-value store")
+@_needs("the internal key-value store")
 def _control_store(what: str, *arguments: Any) -> Any:
     """Returns the result of a call of Ray's internal key-value store, in ray_dcp's namespace."""
     from ray.experimental import internal_kv
@@ -398,7 +398,7 @@ class Life:
     """Whether its process runs, and is not just being started."""
 
 
-@_private("the table of actors")
+@_needs("the table of actors")
 def life_of(actor_id: str) -> Life:
     """Returns an actor's entry in Ray's tables. Blocks for about a millisecond.
 
@@ -413,13 +413,13 @@ def life_of(actor_id: str) -> Life:
     return Life(entry["NumRestarts"], entry["State"] == "ALIVE")
 
 
-@_private("the id of an actor")
+@_needs("the id of an actor")
 def id_of(actor: Any) -> str:
     """Returns the hex id of an actor, by its handle."""
     return str(actor._actor_id.hex())
 
 
-@_private("the tables of jobs and actors")
+@_needs("the tables of jobs and actors")
 def gone(callers: Iterable[Caller]) -> set[Caller]:
     """Returns the callers whose process has ended.
 
@@ -542,8 +542,8 @@ def call_actor(
         try:
             actor = handle(fresh)
             check_ray(who, rank)
-            answer = _sent(send, actor, who, rank)
-            _await(answer, left_s, lambda: given_up(failed), who, rank)  # noqa: B023
+            answer = _send(send, actor, who, rank)
+            _wait_for(answer, left_s, lambda: given_up(failed), who, rank)  # noqa: B023
             return get(answer, timeout=max(0.0, left_s()))
         except GetTimeoutError:
             raise DeadlineError(
@@ -599,7 +599,7 @@ def _pause(seconds: float) -> None:
     threading.Event().wait(max(0.0, seconds))
 
 
-def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) -> Any:
+def _send(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) -> Any:
     try:
         with inside():
             return send(actor)
@@ -610,7 +610,7 @@ def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) ->
         raise
 
 
-def _await(
+def _wait_for(
     answer: Any,
     left_s: Callable[[], float],
     given_up: Callable[[], CheckpointError | None],

@@ -179,7 +179,7 @@ class RayHeartbeatSender(HeartbeatSender):
         with ray_calls.inside():
             return actor.beat.remote(beat)
 
-    def _answered(self, wait_s: float) -> list[Any]:
+    def _wait_for_answers(self, wait_s: float) -> list[Any]:
         done, _ = ray_calls.wait([*self._sent], num_returns=1, timeout=wait_s)
         return done
 
@@ -267,7 +267,7 @@ class RayHeartbeatSender(HeartbeatSender):
                 "its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
                 "takes its place: call again; raise heartbeat_timeout_s if such pauses are normal"
             )
-        self._frozen = self._silent(silent_s, why)
+        self._frozen = self._silent_error(silent_s, why)
         self._abandon(self._frozen)
 
 
@@ -306,7 +306,7 @@ class RaySession(Session):
         node, _ = ray_calls.this_connection() or ("", "")
         who = f"the coordinator of session {self._actor!r}"
         super().__init__(name, rank, world_size, who=who, node=node)
-        self._heartbeats = RayHeartbeatSender(self._reach, name, rank, who, self._actor)
+        self._heartbeats = RayHeartbeatSender(self._look_up, name, rank, who, self._actor)
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._handle: Any = None
@@ -336,7 +336,7 @@ class RaySession(Session):
 
     def coordinator(self) -> Any:
         """Returns the handle of the coordinator."""
-        return self._reach(False)
+        return self._look_up(False)
 
     def register(self) -> None:
         """Registers this rank with the coordinator, which then detects its death.
@@ -345,7 +345,7 @@ class RaySession(Session):
             ParticipantError: The coordinator is out of reach.
         """
         self._check_open()
-        self._ask("register", self.name, self.rank, self._caller, timeout_s=MARGIN_S)
+        self._ask("register", self.name, self.rank, self._sender, timeout_s=MARGIN_S)
 
     def enter(self, token: str, timeout_s: float) -> str:
         """Returns the generation on which all ranks of this name agree.
@@ -388,7 +388,7 @@ class RaySession(Session):
         return answer
 
     @property
-    def _caller(self) -> ray_calls.Caller:
+    def _sender(self) -> ray_calls.Caller:
         return self._me
 
     def _close(self) -> None:
@@ -401,8 +401,8 @@ class RaySession(Session):
         if self._handle is not None and self.connection.is_up:
             self._handle.leave.remote(self.name, self.rank)
 
-    def _batched(self, request: Request, silence_s: float | None) -> Reply | None:
-        return self._gathered.call(request, self._caller, silence_s)
+    def _call_gatherer(self, request: Request, silence_s: float | None) -> Reply | None:
+        return self._gathered.call(request, self._sender, silence_s)
 
     def _ask(
         self,
@@ -414,7 +414,7 @@ class RaySession(Session):
     ) -> Any:
         return call_actor(
             self._who,
-            self._reach,
+            self._look_up,
             lambda actor: getattr(actor, method).remote(*arguments),
             timeout_s=timeout_s,
             rank=self.rank,
@@ -422,7 +422,7 @@ class RaySession(Session):
             uncounted_s=uncounted_s,
         )
 
-    def _reach(self, fresh: bool) -> Any:
+    def _look_up(self, fresh: bool) -> Any:
         self.connection.check()
         with self._lock:
             if fresh or self._handle is None:

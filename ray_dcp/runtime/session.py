@@ -235,10 +235,10 @@ class Session(ABC):
         outlives_restart = is_held or isinstance(request, Opening)
         timeout_s = self._bound_s(request)
         try:
-            reply: Reply = self._batched(request, silence_s) or self._ask(
+            reply: Reply = self._call_gatherer(request, silence_s) or self._ask(
                 "call",
                 request,
-                self._caller,
+                self._sender,
                 silence_s,
                 timeout_s=timeout_s,
                 given_up=lambda failed: self._heartbeats.failure(
@@ -314,7 +314,7 @@ class Session(ABC):
 
     @property
     @abstractmethod
-    def _caller(self) -> Any:
+    def _sender(self) -> Any:
         """This process, for the coordinator; messages contain its string."""
 
     @abstractmethod
@@ -342,7 +342,7 @@ class Session(ABC):
             CheckpointError: The method raised it, or `given_up` returned it.
         """
 
-    def _batched(self, request: Request, silence_s: float | None) -> Reply | None:
+    def _call_gatherer(self, request: Request, silence_s: float | None) -> Reply | None:
         """Returns the reply to a request that was sent by a gatherer; None if it was not."""
         return None
 
@@ -384,7 +384,7 @@ class LinkSession(Session):
         """The link: its `ask` returns the future result of a method of the coordinator."""
 
     @property
-    def _caller(self) -> Any:
+    def _sender(self) -> Any:
         return None
 
     def _ask(

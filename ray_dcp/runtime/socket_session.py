@@ -191,7 +191,7 @@ class _ServingLoop(CoordinatorLoop):
         self._server, self._key = server, key
         self.channels: dict[Member, Channel] = {}
         self._resumed.set()
-        self._start(self._check_silence())
+        self._start_task(self._check_silence())
         self._accepting = asyncio.ensure_future(self._accept())
 
     async def _accept(self) -> None:
@@ -201,7 +201,7 @@ class _ServingLoop(CoordinatorLoop):
             except OSError:  # no more descriptors
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            self._start(self._serve(sock))
+            self._start_task(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -218,7 +218,7 @@ class _ServingLoop(CoordinatorLoop):
             self.channels[member] = channel
             self._register(*member, place)
             while True:
-                self._start(self._answer(channel, *await channel.receive()))
+                self._start_task(self._answer(channel, *await channel.receive()))
         channel.close()
         if member is not None and self.channels.get(member) is channel:
             del self.channels[member]
@@ -230,7 +230,7 @@ class _ServingLoop(CoordinatorLoop):
                 f"its process ({place}) has ended, or its machine is out of reach, as its "
                 f"connection to rank 0 closed"
             )
-            self._lose(*member, reason)
+            self._report_lost(*member, reason)
 
     async def leave(self, session: str, rank: int) -> None:
         """See `CoordinatorLoop.leave`."""
@@ -364,7 +364,7 @@ class _Calling:
             # Suppressed: the connection is closed.
             with suppress(EOFError, OSError):
                 while True:
-                    self._take(*await channel.receive())
+                    self._resolve_answer(*await channel.receive())
             channel.close()
             try:
                 channel = await self._connect_again()
@@ -378,7 +378,7 @@ class _Calling:
             for number, (message, _) in self.unanswered.items():
                 channel.send(number, message)
 
-    def _take(self, number: int, data: bytes) -> None:
+    def _resolve_answer(self, number: int, data: bytes) -> None:
         _, answer = self.unanswered.get(number, (None, None))
         if answer is None or answer.done():  # nobody waits any more, or it came twice
             return
@@ -512,7 +512,7 @@ class SocketHeartbeatSender(HeartbeatSender):
     def _send(self, beat: Heartbeat) -> Any:
         return self._link.ask("beat", beat)
 
-    def _answered(self, wait_s: float) -> list[Any]:
+    def _wait_for_answers(self, wait_s: float) -> list[Any]:
         done, _ = futures.wait([*self._sent], wait_s, futures.FIRST_COMPLETED)
         return [ref for ref in self._sent if ref in done][-1:]
 
@@ -528,13 +528,13 @@ class SocketHeartbeatSender(HeartbeatSender):
     def _is_gone(self) -> bool:
         return not self._is_up
 
-    def _died(self) -> ParticipantError:
-        return copy.copy(self._link.ended) or super()._died()
+    def _died_error(self) -> ParticipantError:
+        return copy.copy(self._link.ended) or super()._died_error()
 
     def _check_coordinator(self, timeout_s: float) -> None:
         silent_s = self._silent_s
         if silent_s > timeout_s:
-            self._frozen = self._silent(
+            self._frozen = self._silent_error(
                 silent_s,
                 "the process of rank 0 is frozen (stopped, swapped out, or a thread holds the "
                 "GIL), or its machine is out of reach. Look at that process, and call again; "
@@ -567,7 +567,7 @@ class SocketSession(LinkSession):
         return self._connected
 
     @property
-    def _caller(self) -> str:
+    def _sender(self) -> str:
         return self._place
 
     def _close(self) -> None:

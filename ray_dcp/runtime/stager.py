@@ -120,7 +120,7 @@ class Stager:
 
     async def info(self) -> dict[str, Any]:
         """Returns `stager`, `node_id`, `pid`, `limit_bytes`, `used_bytes`, `ranks`, `active`."""
-        self._touch()
+        self._note_call()
         return {
             "stager": self._place.stager,
             "node_id": self._node_id,
@@ -133,7 +133,7 @@ class Stager:
 
     async def place(self) -> StagingAddress:
         """Returns the address of this stager."""
-        self._touch()
+        self._note_call()
         return self._place
 
     async def enter(self, name: str, process: str, caller: Caller, pid: int | None) -> None:
@@ -145,7 +145,7 @@ class Stager:
             caller: Who it is for Ray.
             pid: Its process id, if both are in one process namespace.
         """
-        self._touch()
+        self._note_call()
         before = self._ranks.pop(name, None)
         if before is not None:
             self._unwatch(before)
@@ -156,12 +156,12 @@ class Stager:
             # Suppressed: then Ray's tables tell, a second later.
             with suppress(AttributeError, OSError):
                 rank.pidfd = os.pidfd_open(pid)
-                self._loop.add_reader(rank.pidfd, self._ended, name, process)
+                self._loop.add_reader(rank.pidfd, self._forget_rank, name, process)
 
     async def leave(self, name: str, process: str) -> None:
         """Deregisters a rank, which sends no more calls."""
-        self._touch()
-        self._ended(name, process)
+        self._note_call()
+        self._forget_rank(name, process)
 
     async def warm(self, name: str, num_bytes: int) -> int:
         """Returns how many bytes of the store a rank may touch: its part of the budget.
@@ -170,14 +170,14 @@ class Stager:
             name: Of the rank.
             num_bytes: How many it will stage.
         """
-        self._touch()
+        self._note_call()
         others = sum(taken for other, taken in self._warmed.items() if other != name)
         self._warmed[name] = max(min(num_bytes, self._limit_bytes - others), 0)
         return self._warmed[name]
 
     async def name(self) -> str:
         """Returns the name of this process as a stager, at once: so it is known to live."""
-        self._touch()
+        self._note_call()
         return self._place.stager
 
     async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
@@ -189,14 +189,14 @@ class Stager:
             reporter: Handle of the coordinator that gets a report of each file, or None. Its `call`
                 may come twice with the same; it answers `Ack` while the share is needed.
         """
-        self._touch()
+        self._note_call()
         if stager != self._place.stager:
             return Unknown("stager")
         return self._queue.begin(order, reporter)
 
     async def more(self, key: StageKey, have: int) -> Grant | Unknown:
         """Returns when more windows than `have` are granted. See `WriteQueue.more`."""
-        self._touch()
+        self._note_call()
         return await asyncio.wrap_future(self._queue.more(key, have))
 
     async def deliver(self, key: StageKey, refs: dict[int, Any]) -> None:
@@ -206,7 +206,7 @@ class Stager:
             key: Whose.
             refs: By window, the object that has its bytes (a list of buffers).
         """
-        self._touch()
+        self._note_call()
         try:
             # Careful: no local name of the arrays may outlive this, or the objects count for ever.
             objects = await asyncio.gather(*refs.values())
@@ -225,22 +225,22 @@ class Stager:
 
     async def progress(self, key: StageKey) -> StageProgress | None:
         """Returns the progress of a share; None if the key is unknown."""
-        self._touch()
+        self._note_call()
         return self._queue.progress(key)
 
     async def shares(self, attempt: str) -> tuple[str, list[StageProgress]]:
         """Returns the name of this stager, and the progress of each share of an attempt."""
-        self._touch()
+        self._note_call()
         return self._place.stager, self._queue.shares(attempt)
 
     async def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed."""
-        self._touch()
+        self._note_call()
         return self._queue.in_flight(url)
 
     async def kept(self, attempt: str) -> TierEntry | None:
         """Returns the index of the bytes of an attempt in memory; None if there are none."""
-        self._touch()
+        self._note_call()
         return self._queue.kept(attempt)
 
     async def lend(self, caller: Caller, load: str, windows: list[StagedWindow]) -> list[Any]:
@@ -251,27 +251,27 @@ class Stager:
             load: Names the load.
             windows: Which.
         """
-        self._touch()
+        self._note_call()
         return self._queue.lend((caller, load), windows)
 
     async def take_back(self, caller: Caller, load: str) -> None:
         """Ends a load's use of the windows that were lent to it."""
-        self._touch()
+        self._note_call()
         self._queue.take_back((caller, load))
 
     async def fetch(self, parts: list[Part]) -> Any:
         """Returns bytes that are kept, as arrays. See `WriteQueue.fetch`."""
-        self._touch()
+        self._note_call()
         return self._queue.fetch(parts)
 
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
         """Cancels a share. See `WriteQueue.cancel`."""
-        self._touch()
+        self._note_call()
         self._queue.cancel(key, by_rank=by_rank)
 
     async def release(self, key: StageKey, committed: bool = False) -> None:
         """Forgets a key, whose outcome is known. See `WriteQueue.release`."""
-        self._touch()
+        self._note_call()
         self._queue.release(key, committed=committed)
 
     def _report(self, reporter: Any, report: PartsWritten) -> None:
@@ -294,12 +294,12 @@ class Stager:
                 error,
             )
 
-    def _touch(self) -> None:
+    def _note_call(self) -> None:
         self._last_call_s = self._loop.time()
 
     # Ranks that die, and the stager's own end
 
-    def _ended(self, name: str, process: str) -> None:
+    def _forget_rank(self, name: str, process: str) -> None:
         rank = self._ranks.get(name)
         if rank is not None and rank.process == process:
             del self._ranks[name]
@@ -326,7 +326,7 @@ class Stager:
                 dead = await asyncio.to_thread(ray_calls.gone, callers) if callers else set()
                 for name, rank in unseen.items():
                     if rank.caller in dead:
-                        self._ended(name, rank.process)
+                        self._forget_rank(name, rank.process)
                 for load in loads:
                     if load[0] in dead:
                         self._queue.take_back(load)

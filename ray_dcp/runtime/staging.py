@@ -117,7 +117,7 @@ class ActorLink:
         """
         return call_actor(
             "the node's stager",
-            lambda fresh: _gone(self.stager) if fresh else self.handle,
+            lambda fresh: _raise_gone(self.stager) if fresh else self.handle,
             lambda actor: getattr(actor, method).remote(*arguments),
             timeout_s=timeout_s,
             given_up=(lambda _: None) if silence_s is None else _Pulse(self, silence_s, stop),
@@ -188,7 +188,7 @@ class _Pulse:
         return None
 
 
-def _gone(stager: str) -> NoReturn:
+def _raise_gone(stager: str) -> NoReturn:
     raise StagerGone(stager)
 
 

@@ -188,7 +188,7 @@ class StagerBackend:
         # Why not `save.key`: the call may have another number by now.
         key = save.progress.key or save.key
         ack = SaveStaged(key, save.rank, go.attempt, go.epoch, error, held)
-        return error, save.outcome(go, ack, self._written)
+        return error, save.outcome(go, ack, self._find_receipts)
 
     def progress(self) -> tuple[int, int]:
         """See `InProcessBackend.progress`."""
@@ -202,7 +202,7 @@ class StagerBackend:
         if self._staged is not None:
             self._staged.release(committed=committed)
 
-    def _written(self) -> tuple[FileReceipt, ...]:
+    def _find_receipts(self) -> tuple[FileReceipt, ...]:
         """Returns the receipts of this rank's files, if the stager still has them all."""
         found = None if self._staged is None else self._staged.progress()
         reports = () if found is None else found.reports

@@ -352,7 +352,7 @@ def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Pu
     # Why: this save may have lain still since its commit, and a later one has published by now.
     if _decides_above(storage, slot):
         return Published(superseded=True)
-    _put(storage, metadata)
+    _write_metadata(storage, metadata)
     if _decides_above(storage, slot):
         # Why: it may have lain still since it looked, and has replaced what the later one
         # published, whose files are the only ones that are left.
@@ -426,14 +426,14 @@ def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bo
     if manifest.metadata is None:
         # Why kept: the save left it out, and somebody has made it since (`write_metadata`).
         if not _is_of(storage, manifest.attempt):
-            _put(storage, None)
+            _write_metadata(storage, None)
         return True
     if not found.metadata_is_stale:
         return True
     with collector_paused():
         metadata = encode_metadata(found.decoded(), checkpoint_id=url, attempt=manifest.attempt)
     # Why not held against the manifest's digest: `.metadata` of a copy has another place in it.
-    _put(storage, metadata)
+    _write_metadata(storage, metadata)
     return True
 
 
@@ -445,7 +445,7 @@ def _is_of(storage: Storage, attempt: str) -> bool:
         return False
 
 
-def _put(storage: Storage, metadata: bytes | None) -> None:
+def _write_metadata(storage: Storage, metadata: bytes | None) -> None:
     if metadata is None:
         storage.delete([METADATA_KEY])
     else:
@@ -613,7 +613,7 @@ def remove(place: Listing, found: GarbagePlan, dry_run: bool) -> CollectReport:
     kept, deleted = list(found.kept), list[str]()
     warnings = list[str]()
     for keys in (files, found.delete[len(files) :]):
-        left, error = (set[str](), None) if dry_run else _tried(place.storage, keys)
+        left, error = (set[str](), None) if dry_run else _try_delete(place.storage, keys)
         deleted += [key for key in keys if key not in left]
         if error is not None:
             warnings.append(f"Not everything could be deleted: {error}. Collect again later")
@@ -629,7 +629,7 @@ def remove(place: Listing, found: GarbagePlan, dry_run: bool) -> CollectReport:
     )
 
 
-def _tried(storage: Storage, keys: Collection[str]) -> tuple[set[str], CheckpointError | None]:
+def _try_delete(storage: Storage, keys: Collection[str]) -> tuple[set[str], CheckpointError | None]:
     """Deletes keys; returns those that remain, and the error."""
     try:
         storage.delete(keys)

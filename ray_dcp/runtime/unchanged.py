@@ -173,7 +173,7 @@ class RunHistory:
         with self._lock:
             save = self._planned.pop(attempt, None)
         if save is not None:
-            self._read(save.run, partial(_learn, save, outcome, opener))
+            self._read(save.run, partial(_record_save, save, outcome, opener))
 
     def _read(self, run: _Run, work: Callable[[], None]) -> None:
         def read() -> None:
@@ -236,7 +236,7 @@ def published_files(url: str, plan: RankPlan, entries: tuple[FileEntry, ...]) ->
     return found
 
 
-def _learn(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Storage]) -> None:
+def _record_save(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Storage]) -> None:
     """Records what a save committed, and compares it with the save before."""
     run, storage = save.run, opener(save.target)
     record = decode_record(outcome.manifest or storage.read(record_key(outcome.slot)))
@@ -253,7 +253,7 @@ def _learn(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Stor
             known = _read_checks(storage, file, entry, num_deferred)
         if known is not None:
             found[file.file] = known
-    run.guesses = {**run.guesses, **_guesses(save, before, found)}
+    run.guesses = {**run.guesses, **_guess_settled(save, before, found)}
     run.plan, run.checks = save.digest, found
 
 
@@ -269,7 +269,7 @@ def _read_checks(
     return (entry.digest, checks) if digest(checks).hex() == entry.digest else None
 
 
-def _guesses(
+def _guess_settled(
     save: _Planned, before: Mapping[int, _Checks], found: Mapping[int, _Checks]
 ) -> dict[str, Settled]:
     """Returns what follows from the checksums of two saves in a row, by name.

@@ -194,7 +194,7 @@ def _cause(error: RayTaskError, rank: int) -> Exception:
     return cause
 
 
-def _raised(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
+def _error_of(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
     first = min(failed)
     error = failed[first]
     if isinstance(error, CheckpointError):
@@ -206,7 +206,7 @@ def _raised(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
     return error
 
 
-def _died(
+def _died_error(
     dead: Mapping[int, Exception],
     failed: Mapping[int, Exception],
     stuck: Sequence[int],
@@ -281,7 +281,7 @@ class WorkerGroup:
         self._broken = False
         self._closed = False
         started_ray = _ensure_ray()
-        self._finalizer = weakref.finalize(self, _end, self._ranks, started_ray, OwnProcess())
+        self._finalizer = weakref.finalize(self, _kill, self._ranks, started_ray, OwnProcess())
         try:
             self._regroup(world_size)
         except BaseException:
@@ -313,7 +313,7 @@ class WorkerGroup:
             DeadlineError: It took longer than `run_timeout_s`.
         """
         _check_callable("function", function)
-        return self._everywhere("run", function, *args, **kwargs)
+        return self._live_actors("run", function, *args, **kwargs)
 
     def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Keeps the result of a function on each rank as that rank's `state`.
@@ -327,7 +327,7 @@ class WorkerGroup:
             Exception: As for `run`.
         """
         _check_callable("function", function)
-        self._everywhere("keep", _keep, function, args, kwargs)
+        self._live_actors("keep", _keep, function, args, kwargs)
 
     def save(
         self,
@@ -347,7 +347,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.save`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._everywhere("save", _save, _sendable(path), make_state, kwargs)[0]
+        return self._live_actors("save", _save, _sendable(path), make_state, kwargs)[0]
 
     def load(
         self,
@@ -368,7 +368,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.load`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._everywhere("load", _load, _sendable(path), make_state, kwargs)
+        return self._live_actors("load", _load, _sendable(path), make_state, kwargs)
 
     def resize(self, world_size: int) -> None:
         """Changes the number of ranks, with a new process group among them.
@@ -418,7 +418,7 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"WorkerGroup({self.world_size}, name={self.name!r})"
 
-    def _everywhere(
+    def _live_actors(
         self, doing: str, function: Callable[..., Any], /, *arguments: Any, **named: Any
     ) -> list[Any]:
         self._check_open()
@@ -472,7 +472,7 @@ class WorkerGroup:
         if dead:
             for rank in stuck:
                 ray_calls.kill(self._ranks[rank])
-            raise _died(dead, failed, stuck, doing)
+            raise _died_error(dead, failed, stuck, doing)
         if stuck:
             raise DeadlineError(
                 f"Expected {doing} to end on all {len(answers)} ranks within {timeout_s:g} s, but "
@@ -480,7 +480,7 @@ class WorkerGroup:
                 rank=stuck[0],
             )
         if failed:
-            raise _raised(failed, len(answers))
+            raise _error_of(failed, len(answers))
         return [values[rank] for rank in range(len(answers))]
 
     def _all_live(self) -> bool:
@@ -502,13 +502,13 @@ class WorkerGroup:
         self._broken = True
         for index in range(world_size):
             if index not in kept:
-                kept[index] = self._start(index)
+                kept[index] = self._start_actor(index)
                 self._ranks.append(kept[index])
         self._ranks[:] = [kept[index] for index in range(world_size)]
-        self._meet()
+        self._create_process_group()
         self._broken = False
 
-    def _start(self, index: int) -> Any:
+    def _start_actor(self, index: int) -> Any:
         options = self.options
         runtime_env = {"env_vars": dict(options.env_vars)} if options.env_vars else None
         actor = ray.remote(Rank).options(
@@ -523,7 +523,7 @@ class WorkerGroup:
         )
         return actor.remote()
 
-    def _meet(self) -> None:
+    def _create_process_group(self) -> None:
         """Creates a new process group of the ranks."""
         start_s = self.options.start_timeout_s
         places = self._starting([rank.where.remote() for rank in self._ranks])
@@ -588,7 +588,7 @@ def _ensure_ray() -> bool:
     return True
 
 
-def _end(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
+def _kill(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
     """Kills actors, waits until they are gone, and shuts down the Ray that was started for them."""
     if not owner.is_this or not ray.is_initialized():
         return

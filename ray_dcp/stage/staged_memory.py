@@ -220,7 +220,7 @@ class PrivateMemory:
         """
         if num_bytes == 0:
             return Lease(self, None, 0)
-        return Lease(self, self._fitting(num_bytes) or _Area(num_bytes), num_bytes)
+        return Lease(self, self._take_fitting(num_bytes) or _Area(num_bytes), num_bytes)
 
     def warm(self, num_bytes: int) -> None:
         """Touches memory for the next lease of one length, unless there is some.
@@ -243,7 +243,7 @@ class PrivateMemory:
         """Begins anew in a child that was forked: what is idle, and the lock, are its parent's."""
         self._lock, self._idle = threading.Lock(), []
 
-    def _fitting(self, num_bytes: int) -> _Area | None:
+    def _take_fitting(self, num_bytes: int) -> _Area | None:
         with self._lock:
             fitting = [area for area in self._idle if len(area) >= num_bytes]
             # Why the rest is dropped: a state that has grown does not shrink again.
@@ -402,7 +402,7 @@ class WindowBudget(Generic[J]):
         found = self._jobs.pop(job, None)
         if found is not None:
             for number, window in enumerate(found.windows):
-                self._end(job, number, window)
+                self._end_window(job, number, window)
 
     def _has_room(self, num_bytes: int) -> bool:
         """Returns whether there is room now; gives up what is only kept where that helps."""
@@ -429,9 +429,9 @@ class WindowBudget(Generic[J]):
 
     def _let_go(self, name: J, job: _Job, window: int) -> None:
         if job.windows[window].is_idle and not job.is_kept:
-            self._end(name, window, job.windows[window])
+            self._end_window(name, window, job.windows[window])
 
-    def _end(self, name: J, number: int, window: _Window) -> None:
+    def _end_window(self, name: J, number: int, window: _Window) -> None:
         if window.has_room:
             window.has_room = False
             self._leaving_bytes += window.num_bytes

@@ -126,7 +126,7 @@ def lay_out_windows(
     file, piece, row, source = file[full], piece[full], row[full], source[full]
     num_bytes, place, block = num_bytes[full], place[full], block[full]
     num_fixed = np.array([len(one.row) for one in plan.files] or [0], dtype=np.int64)
-    at, start, length, window, offset = _cut(
+    at, start, length, window, offset = _cut_into_windows(
         _line(num_bytes, place), num_bytes, block, window_bytes
     )
     num_windows = int(window[-1]) + 1 if len(window) else 0
@@ -198,7 +198,7 @@ def _line(num_bytes: Int64Array, place: Int64Array) -> Int64Array:
     return line
 
 
-def _cut(
+def _cut_into_windows(
     line: Int64Array,
     num_bytes: Int64Array,
     block: Int64Array,

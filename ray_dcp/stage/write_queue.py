@@ -135,7 +135,7 @@ class WriteQueue:
                     key="window_bytes",
                 )
             over = [
-                one for one in self._jobs.values() if one.state.is_at_rest and not self._keeps(one)
+                one for one in self._jobs.values() if one.state.is_at_rest and not self._stays(one)
             ]
             for old in over[:-_JOBS_KEPT]:
                 self._forget(old)
@@ -148,7 +148,7 @@ class WriteQueue:
             ]
             self._budget.begin(order.key, windows, keep=order.options.keep_in_memory > 0)
             own = self._of_one_save(job)
-            if self._excess(own) > 0:
+            if self._bytes_over_limit(own) > 0:
                 # Why: to wait for room while windows are held would hold up the ranks.
                 for one in own:
                     one.hold_s = 0.0
@@ -191,7 +191,7 @@ class WriteQueue:
             self._budget.delivered(key, window)
             if job.is_complete:
                 job.to("all_here")
-            self._start(job)
+            self._start_writers(job)
             job.changed.notify_all()
             self._pump()
             self._settle(job)
@@ -221,7 +221,7 @@ class WriteQueue:
                 return future
             if job.is_complete:  # it may have no window at all
                 job.to("all_here")
-                self._start(job)
+                self._start_writers(job)
             job.wants_seal.append(future)
             self._settle(job)
         return future
@@ -361,14 +361,14 @@ class WriteQueue:
     def kept(self, attempt: str) -> TierEntry | None:
         """Returns what is kept of an attempt; None when nothing is."""
         with self._lock:
-            jobs = [job for job in self._kept() if job.order.key.attempt == attempt]
+            jobs = [job for job in self._staged_jobs() if job.order.key.attempt == attempt]
             files = {file.key: file for job in jobs for file in job.kept_files()}
             return TierEntry(tuple(files.values())) if files else None
 
     def kept_attempts(self) -> set[str]:
         """Returns the attempts of which something is kept."""
         with self._lock:
-            return {job.order.key.attempt for job in self._kept()}
+            return {job.order.key.attempt for job in self._staged_jobs()}
 
     def lend(self, borrower: Hashable, windows: Sequence[StagedWindow]) -> list[Any]:
         """Returns what others on this node get the bytes of windows by; None for what is gone.
@@ -422,7 +422,7 @@ class WriteQueue:
         job = self._jobs.get(window.share)
         return None if job is None else job.windows.get(window.number)
 
-    def _keeps(self, job: Job) -> bool:
+    def _stays(self, job: Job) -> bool:
         """Returns whether the bytes of a job that is at rest stay."""
         return (
             job.order.options.keep_in_memory > 0
@@ -432,8 +432,8 @@ class WriteQueue:
             and self._budget.is_whole(job.order.key)
         )
 
-    def _kept(self) -> list[Job]:
-        return [job for job in self._jobs.values() if self._keeps(job)]
+    def _staged_jobs(self) -> list[Job]:
+        return [job for job in self._jobs.values() if self._stays(job)]
 
     def _pump(self) -> None:
         granted = self._budget.grants()
@@ -470,7 +470,7 @@ class WriteQueue:
 
     def _missing(self, job: Job) -> int:
         """Returns by how much the budget is too small for what ranks stage now of a job's save."""
-        missing = self._excess(self._of_one_save(job))
+        missing = self._bytes_over_limit(self._of_one_save(job))
         if self._told_missing or missing <= 0:
             return 0
         self._told_missing = True
@@ -484,7 +484,7 @@ class WriteQueue:
             if (key.save, key.attempt) == (own.save, own.attempt)
         ]
 
-    def _excess(self, jobs: Sequence[Job]) -> int:
+    def _bytes_over_limit(self, jobs: Sequence[Job]) -> int:
         staged = sum(int(one.layout.used_bytes.sum()) for one in jobs)
         return staged - self._budget.limit_bytes
 
@@ -495,17 +495,17 @@ class WriteQueue:
         if job.error is None and job.state.fate == event:
             job.error, job.failed_s = error, time.monotonic()
         if event == "failed" and job.state.fate == "failed":
-            self._start(job)  # its threads report what is not written
+            self._start_writers(job)  # its threads report what is not written
         job.changed.notify_all()
         self._settle(job)
 
-    def _start(self, job: Job) -> None:
+    def _start_writers(self, job: Job) -> None:
         if job.state.writers != "idle":
             return
         job.to("writers_started")
         try:
             rank = job.order.key.rank
-            start_thread(partial(self._work, job), f"ray_dcp writes what rank {rank} staged")
+            start_thread(partial(self._write_files, job), f"ray_dcp writes what rank {rank} staged")
         except LimitError as error:
             # Why no report: it would take a thread. The rank gets the error, as it waits for one.
             refused = copy.copy(error)  # the frames of its traceback hold the staged bytes
@@ -517,10 +517,10 @@ class WriteQueue:
     def _tidy(self, job: Job) -> None:
         if not job.state.is_at_rest:
             return
-        if not self._keeps(job):
+        if not self._stays(job):
             (self._forget if job.state.is_forgotten else self._drop)(job)
             return
-        kept = self._kept()
+        kept = self._staged_jobs()
         gone = too_many(
             [
                 (
@@ -552,7 +552,7 @@ class WriteQueue:
             self._look_later()
 
     def _look_later(self) -> None:
-        timer = threading.Timer(max(self._leaving[0][0] - time.monotonic(), 0.0), self._look)
+        timer = threading.Timer(max(self._leaving[0][0] - time.monotonic(), 0.0), self._free_unused)
         timer.daemon = True
         try:
             timer.start()
@@ -560,7 +560,7 @@ class WriteQueue:
             while self._leaving:
                 self._budget.freed(self._leaving.popleft()[2])
 
-    def _look(self) -> None:
+    def _free_unused(self) -> None:
         """Frees what nobody has referred to for long enough."""
         with self._lock:
             now_s = time.monotonic()
@@ -578,7 +578,7 @@ class WriteQueue:
 
     # In the threads of a job
 
-    def _work(self, job: Job) -> None:
+    def _write_files(self, job: Job) -> None:
         try:
             threads = min(job.order.options.num_threads, max(len(job.files), 1))
             run_tasks(job.files, lambda file: self._write(job, file), threads)
@@ -587,7 +587,7 @@ class WriteQueue:
             with suppress(BaseException):
                 for file in job.files:
                     if file not in job.reports:
-                        self._tell(job, file, unwritten(job, file, exc))
+                        self._report_file(job, file, unwritten(job, file, exc))
         with self._lock:
             job.to("writers_ended")
             self._settle(job)
@@ -603,9 +603,9 @@ class WriteQueue:
                     self._budget.read(job.order.key, window, file)
                     self._pump()
 
-        self._tell(job, file, write_staged(job, file, passed, self._opener))
+        self._report_file(job, file, write_staged(job, file, passed, self._opener))
 
-    def _tell(self, job: Job, file: int, report: PartsWritten) -> None:
+    def _report_file(self, job: Job, file: int, report: PartsWritten) -> None:
         with self._lock:
             job.reports[file] = report
             silent = job.state.fate in ("cancelled", "released")

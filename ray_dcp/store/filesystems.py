@@ -166,7 +166,7 @@ class FsspecStorage:
         view = as_bytes_view(target)
         data = self.read(key, start, len(view))
         if len(data) < len(view) or (not len(view) and start > self._size(key)):
-            raise too_short(self._where(key), key, start, len(view), start + len(data))
+            raise too_short(self._url_of(key), key, start, len(view), start + len(data))
         view[:] = data
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
@@ -178,7 +178,7 @@ class FsspecStorage:
             return
         if create:
             self._check_free(key)
-        self._asked("create" if create else "write", key, lambda: self._put(path, value))
+        self._call("create" if create else "write", key, lambda: self._put_file(path, value))
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
@@ -190,7 +190,7 @@ class FsspecStorage:
         for key in keys:
             path = self._path(check_key(key, unpublished=True))
             try:
-                self._asked("delete", key, partial(self._remove, path))
+                self._call("delete", key, partial(self._remove, path))
             except KeyMissingError:
                 continue
             except StorageError as error:
@@ -200,9 +200,9 @@ class FsspecStorage:
 
     def unpublished(self) -> tuple[Entry, ...]:
         """Returns the temporary files of all writers, including those of crashed processes."""
-        return tuple(entry for entry in self._everything() if is_temporary(entry.key))
+        return tuple(entry for entry in self._list_all() if is_temporary(entry.key))
 
-    def _everything(self) -> builtins.list[Entry]:
+    def _list_all(self) -> builtins.list[Entry]:
         head = f"{self._root}/"
 
         def find() -> builtins.list[Entry]:
@@ -215,16 +215,16 @@ class FsspecStorage:
             ]
 
         try:
-            return sorted(self._asked("list", "", find), key=lambda entry: entry.key)
+            return sorted(self._call("list", "", find), key=lambda entry: entry.key)
         except KeyMissingError:
             return []
 
     def _read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         stop = None if num_bytes is None else start + num_bytes
         get = partial(self._fs.cat_file, self._path(key), start=start or None, end=stop)
-        return bytes(self._asked("read", key, get))
+        return bytes(self._call("read", key, get))
 
-    def _put(self, path: str, value: bytes) -> None:
+    def _put_file(self, path: str, value: bytes) -> None:
         if self._puts_at_once:
             self._fs.pipe_file(path, value)
             return
@@ -248,20 +248,20 @@ class FsspecStorage:
                     raise FileExistsError(str(error)) from error
                 raise
 
-        self._asked("create", key, act, repeat=False)
+        self._call("create", key, act, repeat=False)
 
     def _check_free(self, key: str) -> None:
-        if self._asked("look at", key, lambda: _is_file(self._fs, self._path(key))):
-            raise KeyExistsError(f"could not create {self._where(key)}: it exists", key=key)
+        if self._call("look at", key, lambda: _is_file(self._fs, self._path(key))):
+            raise KeyExistsError(f"could not create {self._url_of(key)}: it exists", key=key)
 
     def _size(self, key: str) -> int:
-        return self._asked("read", key, lambda: _size_of(self._fs, self._path(key)))
+        return self._call("read", key, lambda: _size_of(self._fs, self._path(key)))
 
     def _remove(self, path: str) -> None:
         _size_of(self._fs, path)  # raises for a missing file and for a folder
         self._fs.rm_file(path)
 
-    def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
+    def _call(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
         """Calls the filesystem and returns its answer.
 
         Raises:
@@ -275,7 +275,7 @@ class FsspecStorage:
             raise self._failure(exc, doing, key) from exc
 
     def _failure(self, exc: Exception, doing: str, key: str) -> StorageError:
-        where = self._where(key)
+        where = self._url_of(key)
         if isinstance(exc, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             return KeyMissingError(f"could not {doing} {where}: there is no such key", key=key)
         if isinstance(exc, FileExistsError):
@@ -288,7 +288,7 @@ class FsspecStorage:
         told = redacted(f"{type(exc).__name__}: {exc}", self._options)
         return StorageError(f"could not {doing} {where}: {told}{notes}", key=key or None)
 
-    def _where(self, key: str) -> str:
+    def _url_of(self, key: str) -> str:
         return url_below(self._url, key) if key else self._url
 
     def _path(self, key: str) -> str:
@@ -299,7 +299,7 @@ class FsspecStorage:
         """See `Storage.list`."""
         return [
             entry
-            for entry in self._everything()
+            for entry in self._list_all()
             if entry.key.startswith(prefix) and not is_temporary(entry.key)
         ]
 
@@ -311,7 +311,7 @@ class _FileWriter(OnceWriter):
         self._storage = storage
         self._head = bytearray()
         self._file: _HiddenFile | None = None
-        super().__init__(storage._where(key), key)
+        super().__init__(storage._url_of(key), key)
 
     def _append(self, data: BytesLike) -> None:
         view = as_bytes_view(data)
@@ -342,7 +342,7 @@ class _FileWriter(OnceWriter):
         self._ask("write", lambda: file.write(view))
 
     def _ask(self, doing: str, act: Callable[[], T]) -> T:
-        return self._storage._asked(doing, self._key, act, repeat=False)
+        return self._storage._call(doing, self._key, act, repeat=False)
 
 
 class _HiddenFile:

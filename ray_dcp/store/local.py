@@ -200,7 +200,7 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
 
 def _link(temp: str, path: str) -> None:
     """Gives a file a name that is free: by a hard link, or by a rename if there are no links."""
-    if _linked(temp, path):
+    if _try_link(temp, path):
         # Suppressed: the file has its name; at worst the temporary name remains as a second link.
         with suppress(OSError):
             os.unlink(temp)
@@ -211,7 +211,7 @@ def _link(temp: str, path: str) -> None:
     os.rename(temp, path)
 
 
-def _linked(temp: str, path: str) -> bool:
+def _try_link(temp: str, path: str) -> bool:
     """Names a file without replacing another; returns False if the filesystem can't do that."""
     for give in (os.link, _rename_noreplace):
         try:
@@ -237,10 +237,10 @@ def creates_once(first: str, second: str, name: str) -> bool:
     """
     # Why the first must succeed: the kernel refuses an existing name before it finds out whether
     # the filesystem supports the operation at all.
-    if not _linked(first, name):
+    if not _try_link(first, name):
         return False
     try:
-        _linked(second, name)
+        _try_link(second, name)
     except FileExistsError:
         return True
     return False
@@ -563,11 +563,11 @@ def creates_if_absent(directory: str) -> bool:
     device = os.stat(directory).st_dev
     with _LOCK:
         if device not in _KNOWN:
-            _KNOWN[device] = _tried(directory)
+            _KNOWN[device] = _probe_links(directory)
         return _KNOWN[device]
 
 
-def _tried(directory: str) -> bool:
+def _probe_links(directory: str) -> bool:
     token = secrets.token_hex(6)
     first, second, name = (
         os.path.join(directory, f"{TEMP_PREFIX}{token}-probe-{role}")

@@ -93,7 +93,7 @@ class ObjectWriter(OnceWriter):
         self._room = _room_of(storage._options)
         self._held: list[weakref.finalize[Any, Any]] = []
         self._upload: _Upload | None = None
-        super().__init__(storage._where(key), key)
+        super().__init__(storage._url_of(key), key)
 
     def _append(self, data: BytesLike) -> None:
         view = np.frombuffer(as_bytes_view(data), np.uint8)
@@ -305,10 +305,10 @@ def is_about_credentials(error: BaseException) -> bool:
     """Returns whether the store refused the credentials, which may have been renewed since."""
     text = str(error)
     is_refused = _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
-    return is_refused or bool(_lacking(text))
+    return is_refused or bool(_explain_missing_credentials(text))
 
 
-def _lacking(text: str) -> str:
+def _explain_missing_credentials(text: str) -> str:
     """Returns why there were no credentials to send; empty if there were."""
     is_instance = _INSTANCE.search(text) is not None
     return _first(_NO_CREDENTIALS, text) or "the container or instance gave none" * is_instance
@@ -367,7 +367,7 @@ def object_failure(
         return KeyExistsError(f"could not {doing} {where}: it exists already", key=key)
     retries = _first(_RETRIES, " ".join([*getattr(error, "__notes__", ()), text])) or "0"
     told = f"retried {retries} times" if retries != "0" else "not retried"
-    said = _said(text, status, code)
+    said = _describe_answer(text, status, code)
     way_out = _WAY_OUT.get(code) or _BY_STATUS.get(status)
     if _WHOLE in text:
         way_out = (
@@ -376,7 +376,7 @@ def object_failure(
         )
     if way_out is None and (_is_cut(text) or isinstance(error, AlteredError) or _INVALID in text):
         way_out = "the connection failed: check the endpoint and the network, then retry"
-    lacking = _lacking(text)
+    lacking = _explain_missing_credentials(text)
     if lacking:
         said = f"there are no valid credentials: {lacking}"
         way_out = "give them in storage_options or the environment, or renew them"
@@ -389,7 +389,7 @@ def object_failure(
     return cls(message + (f"; {way_out}" if way_out else ""), key=key or None)
 
 
-def _said(text: str, status: str, code: str) -> str:
+def _describe_answer(text: str, status: str, code: str) -> str:
     if status:
         told = _first(_TEXT, text)
         return (
@@ -525,7 +525,7 @@ class ObjectStorage:
         size = None
         try:
             if len(view):
-                self._asked("read", key, fill)
+                self._call("read", key, fill)
             else:
                 size = self._size(key)
         except StorageError as error:
@@ -534,7 +534,7 @@ class ObjectStorage:
             size = self._size(key)
         if done < len(view) or (size is not None and size < start):
             end = start + done if size is None else size
-            raise too_short(self._where(key), key, start, len(view), end)
+            raise too_short(self._url_of(key), key, start, len(view), end)
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
@@ -546,7 +546,7 @@ class ObjectStorage:
             return
         path = self._path(key)
         put = partial(self._obstore.put, self._calls, path, view, use_multipart=False)
-        self._asked("write", key, put)
+        self._call("write", key, put)
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
@@ -574,7 +574,7 @@ class ObjectStorage:
             return None
         is_same = False
         try:
-            self._asked("copy", key, partial(self._obstore.copy, self._calls, old, path))
+            self._call("copy", key, partial(self._obstore.copy, self._calls, old, path))
             again, *after = self._end_of(path, key, len(end), source.num_bytes)
             tag_after = self._end_of(old, key, len(end), source.num_bytes)[0]
             is_same = bool(again) and tuple(after) == wanted and tag_after == tag
@@ -591,7 +591,7 @@ class ObjectStorage:
             found = self._obstore.get(self._calls, path, options=wanted)
             return str(found.meta["e_tag"] or ""), int(found.meta["size"]), bytes(found.bytes())
 
-        return self._asked("read", key, get)
+        return self._call("read", key, get)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`."""
@@ -599,12 +599,12 @@ class ObjectStorage:
         for start in range(0, len(paths), _MOST_DELETED):
             some = paths[start : start + _MOST_DELETED]
             try:
-                self._asked("delete", "", partial(self._delete, some))
+                self._call("delete", "", partial(self._delete, some))
             except KeyMissingError:
                 # Why one by one: not every store ignores missing keys in a bulk delete.
                 for path in some:
                     with suppress(KeyMissingError):
-                        self._asked("delete", path, partial(self._delete, [path]))
+                        self._call("delete", path, partial(self._delete, [path]))
 
     def _create(self, key: str, body: Any, doing: str = "create") -> None:
         """Puts a key unless it exists.
@@ -628,7 +628,7 @@ class ObjectStorage:
                     ) from error
                 raise
 
-        self._asked(doing, key, put)
+        self._call(doing, key, put)
 
     def _put_parts(self, key: str, pieces: Iterator[Any]) -> None:
         """Puts the pieces of a long file by a multipart upload.
@@ -645,7 +645,7 @@ class ObjectStorage:
             chunk_size=self._options.request_bytes,
             max_concurrency=self._options.num_requests,
         )
-        self._asked("publish", key, put, repeat=False)
+        self._call("publish", key, put, repeat=False)
 
     def _delete(self, paths: builtins.list[str]) -> None:
         self._obstore.delete(self._calls, paths)
@@ -661,14 +661,14 @@ class ObjectStorage:
             _check_whole(found, found.range[0] + len(data))
             return data
 
-        return self._asked("read", key, get)
+        return self._call("read", key, get)
 
     def _size(self, key: str, doing: str = "read") -> int:
         path = self._path(key)
-        found = self._asked(doing, key, lambda: self._obstore.head(self._calls, path))
+        found = self._call(doing, key, lambda: self._obstore.head(self._calls, path))
         return int(found["size"])
 
-    def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
+    def _call(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
         """Calls the store and returns its answer.
 
         Args:
@@ -682,7 +682,7 @@ class ObjectStorage:
         """
 
         def failed(error: Exception) -> str:
-            return object_failure(error, doing, key, self._where(key)).message
+            return object_failure(error, doing, key, self._url_of(key)).message
 
         try:
             return self._retrying.call(act, worth_s, failed, doing) if repeat else act()
@@ -695,12 +695,12 @@ class ObjectStorage:
                 # Why: a client reads credentials of the environment once; they may be renewed.
                 forget_store(self._store)
             used = credentials_text(self._store)
-            raise object_failure(exc, doing, key, self._where(key), used) from exc
+            raise object_failure(exc, doing, key, self._url_of(key), used) from exc
         except BaseException as exc:
             if type(exc).__name__ != "PanicException":
                 raise
             raise StorageError(
-                f"could not {doing} {self._where(key)}: the client library broke down: {exc}; "
+                f"could not {doing} {self._url_of(key)}: the client library broke down: {exc}; "
                 f"check the endpoint in storage_options or the environment",
                 key=key or None,
             ) from None
@@ -708,7 +708,7 @@ class ObjectStorage:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if self._root else key
 
-    def _where(self, key: str) -> str:
+    def _url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
     @property
@@ -782,7 +782,7 @@ class ObjectStorage:
                         found.append(Entry(key, int(item["size"])))
             return found
 
-        return sorted(self._asked("list", "", listed), key=lambda entry: entry.key)
+        return sorted(self._call("list", "", listed), key=lambda entry: entry.key)
 
 
 def _check_whole(found: Any, stop: int) -> None:

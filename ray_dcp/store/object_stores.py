@@ -195,10 +195,10 @@ def make_store(
         )
     # Why by repr: options need not be hashable. Never log this name: it contains credentials.
     name = repr((scheme, bucket, sorted((key, repr(value)) for key, value in options.items())))
-    return _kept(_STORES, name, lambda: _make(provider, bucket, options))
+    return _get_or_make(_STORES, name, lambda: _make(provider, bucket, options))
 
 
-def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+def _get_or_make(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     """Returns an entry of an LRU cache, and creates it if it is missing."""
     with _LOCK:
         _used_in[:] = _used_in or [OwnProcess()]
@@ -244,7 +244,7 @@ def client_of(store: Any, timeout_s: float) -> Client:
         # Why also the store: the cache key is its `id`, which may be reused after it is freed.
         return store, Client(calls, Retrying(timeout_s))
 
-    return _kept(_CLIENTS, (id(store), timeout_s), make)[1]
+    return _get_or_make(_CLIENTS, (id(store), timeout_s), make)[1]
 
 
 def forget_store(store: Any) -> None:
@@ -545,7 +545,7 @@ def default_credentials(provider: str, config: dict[str, Any]) -> _Default | Non
             it.
     """
     profile = config.pop("profile", None) if provider == "s3" else None
-    given = _given(provider, config)
+    given = _secrets_in(provider, config)
     if profile is not None:
         if given:
             raise InvalidRequestError(
@@ -553,7 +553,7 @@ def default_credentials(provider: str, config: dict[str, Any]) -> _Default | Non
                 key="profile",
             )
         return _of_profile(profile)
-    if given or _given(provider, os.environ):
+    if given or _secrets_in(provider, os.environ):
         return None
     if provider == "gs":
         return _of_google(config)
@@ -577,7 +577,7 @@ def tried(provider: str | None, store: Any) -> str:
     if brought is not None:
         kind = f"those of the credential_provider {type(brought).__name__}"
         return str(brought) if isinstance(brought, _Default) else kind
-    options, variables = _given(provider, store.config), _given(provider, os.environ)
+    options, variables = _secrets_in(provider, store.config), _secrets_in(provider, os.environ)
     names = [f"{name} of storage_options" for name in options]
     names += [f"{name} of the environment" for name in variables]
     if names:
@@ -592,7 +592,7 @@ def tried(provider: str | None, store: Any) -> str:
     return text
 
 
-def _given(provider: str, names: Mapping[str, Any]) -> list[str]:
+def _secrets_in(provider: str, names: Mapping[str, Any]) -> list[str]:
     """Returns the names of options or variables that have credentials."""
     prefix = _PREFIXES[provider] if names is os.environ else ""
     found = (name for name in names if name.upper().startswith(prefix) and names[name])

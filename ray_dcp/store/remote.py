@@ -214,11 +214,11 @@ def creates_if_absent_in(store: str, create: Create, read: Read, delete: Delete)
         turn = _UNDER_WAY.setdefault(store, threading.Lock())
     with turn:
         if store not in _KNOWN:
-            _KNOWN[store] = _tried(create, read, delete)
+            _KNOWN[store] = _probe_create(create, read, delete)
         return _KNOWN[store]
 
 
-def _tried(create: Create, read: Read, delete: Delete) -> bool:
+def _probe_create(create: Create, read: Read, delete: Delete) -> bool:
     token = secrets.token_hex(6)
     first, race = f"{TEMP_PREFIX}{token}-probe", f"{TEMP_PREFIX}{token}-race"
 

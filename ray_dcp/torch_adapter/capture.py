@@ -277,18 +277,18 @@ class Rows:
         for plain, run in groupby(is_plain_one):
             start, stop = stop, stop + len(list(run))
             if plain:
-                self._plain(flat, slice(start, stop))
+                self._add_plain(flat, slice(start, stop))
                 continue
             for row in range(start, stop):
                 fqn, rows_before = flat.names[row], len(self.values)
                 try:
-                    self._other(fqn, flat.values[row], is_empty=fqn in flat.empty)
+                    self._add_other(fqn, flat.values[row], is_empty=fqn in flat.empty)
                 except UnsupportedValueError as error:
                     self.problems.append(error.message)
                 if len(self.values) > rows_before:
                     self.add_name(fqn, flat.paths[row] if self._with_paths else None)
 
-    def _plain(self, flat: Flat, rows: slice) -> None:
+    def _add_plain(self, flat: Flat, rows: slice) -> None:
         """Adds many plain tensors column by column, in a third of the time of one by one."""
         names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
         refused = [
@@ -316,7 +316,7 @@ class Rows:
         self._value += [0] * count
         self.values += tensors
 
-    def _other(self, fqn: str, value: Any, *, is_empty: bool) -> None:
+    def _add_other(self, fqn: str, value: Any, *, is_empty: bool) -> None:
         if is_sharded(value):
             self._sharded(fqn, value)
         elif isinstance(value, torch.Tensor):
@@ -498,7 +498,7 @@ def checked_finite(captured: Capture, options: SaveOptions, rank: int) -> Captur
     """
     if options.nonfinite == "ignore" or not (bad := _nonfinite_items(captured)):
         return captured
-    told = _told(bad, rank)
+    told = _describe_nonfinite(bad, rank)
     if options.nonfinite == "refuse":
         raise NonFiniteError(
             f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
@@ -587,7 +587,7 @@ def _may_be_nonfinite(dtype: str) -> bool:
     return found.is_complex or (found.is_floating_point and dtype in READABLE)
 
 
-def _told(bad: list[tuple[str, NonFinite, int]], rank: int) -> str:
+def _describe_nonfinite(bad: list[tuple[str, NonFinite, int]], rank: int) -> str:
     some = [
         f"{name!r} ({num_nan} NaN and {num_inf} infinite of {num_elements})"
         for name, (num_nan, num_inf), num_elements in bad

@@ -77,7 +77,7 @@ def _line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
-def _note(rank: int, failure: Failure) -> str:
+def _describe_failure(rank: int, failure: Failure) -> str:
     error, stack = failure
     return f"rank {rank}, most recent call last:\n{''.join(stack.format())}{_line(error)}"
 
@@ -188,7 +188,7 @@ class Group:
             rank=ranks[0] if len(ranks) == 1 else None,
         )
         # Why not add_note: it is new in Python 3.11. The attribute survives transport through Ray.
-        error.__notes__ = [_note(rank, failures[rank]) for rank in ranks[:MOST_LISTED]]
+        error.__notes__ = [_describe_failure(rank, failures[rank]) for rank in ranks[:MOST_LISTED]]
         return error.with_failures({rank: failures[rank] for rank in ranks})
 
 

@@ -250,7 +250,7 @@ class DeviceFiller:
                 elif len(part) == 1:
                     self.fill(part[0][0], part[0][1], target[begin:end])
                 else:
-                    self._join(device, part, target[begin:end])
+                    self._join_items(device, part, target[begin:end])
                 begin = end
 
     def finish(self) -> None:
@@ -273,7 +273,7 @@ class DeviceFiller:
         tensor = self._values[row]
         return tensor.device if self._driver.has(tensor) else None
 
-    def _join(
+    def _join_items(
         self, device: torch.device, items: Sequence[tuple[int, int, int]], target: np.ndarray
     ) -> None:
         for row, start, length in items:

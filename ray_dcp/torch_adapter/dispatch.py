@@ -298,7 +298,7 @@ def _local_path(
 
 def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
     """Returns the stand-in for one of torch's storages, with its settings; None for all others."""
-    if type(storage) is format_utils.BroadcastingTorchSaveReader and not _shadowed(storage):
+    if type(storage) is format_utils.BroadcastingTorchSaveReader and not _patched_methods(storage):
         path = checkpoint_id or storage.checkpoint_id
         if not isinstance(path, (str, os.PathLike)):
             raise InvalidRequestError(
@@ -317,7 +317,7 @@ def _why_foreign(storage: Any, argument: str) -> str | None:
             if isinstance(storage, local):
                 return f"{kind} is a subclass of {local.__name__}"
         return f"{kind} is a third-party {argument}"
-    if shadowed := _shadowed(storage):
+    if shadowed := _patched_methods(storage):
         return f"this {kind} has its own {', '.join(shadowed)}"
     if type(storage) not in _FSSPEC and type(storage.fs) is not filesystem.FileSystem:
         return f"this {kind} works on {type(storage.fs).__name__}"
@@ -326,7 +326,7 @@ def _why_foreign(storage: Any, argument: str) -> str | None:
     return None
 
 
-def _shadowed(storage: Any) -> list[str]:
+def _patched_methods(storage: Any) -> list[str]:
     """Returns the methods in which an instance differs from its class (monkey patches)."""
     cls = type(storage)
     return sorted(name for name in vars(storage) if callable(getattr(cls, name, None)))
@@ -373,7 +373,7 @@ def _with_planner(place: Route, planner: Any, default: Any) -> Route:
         return place
     kind = type(planner).__name__
     if type(planner) is default:
-        shadowed = _shadowed(planner)
+        shadowed = _patched_methods(planner)
         if not shadowed:
             options: dict[str, object] = dict(place.options)
             if getattr(planner, "allow_partial_load", False):

@@ -204,13 +204,13 @@ def foreign_save(
         committed = yield from all_reduce(
             group, "write", lambda: write(plan()), finish, lost=open_outcome
         )
-        return _committed(group, committed)
+        return _unpickle_committed(group, committed)
 
     def everything() -> Metadata:
         return finish([write(global_plan([local_plan()])[0])]).value  # type: ignore[no-any-return]
 
     own: list[Metadata] = []
-    yield from all_reduce(group, "write", lambda: own.append(everything()), _nothing)
+    yield from all_reduce(group, "write", lambda: own.append(everything()), _do_nothing)
     return own[0]
 
 
@@ -285,8 +285,8 @@ def foreign_load(
             loaded.put_back(state_dict)
 
     plan = yield from reduce_scatter(group, "plan", local_plan, global_plan)
-    yield from all_reduce(group, "read", lambda: read(plan()), _nothing)
-    yield from all_reduce(group, "load_state_dict", put_back, _nothing)
+    yield from all_reduce(group, "read", lambda: read(plan()), _do_nothing)
+    yield from all_reduce(group, "load_state_dict", put_back, _do_nothing)
 
 
 def set_up_save_planner(
@@ -431,7 +431,7 @@ def _dump_metadata(metadata: Metadata) -> bytes:
         return pickle.dumps(Metadata(metadata.state_dict_metadata, version=metadata.version))
 
 
-def _committed(group: Group, metadata: Callable[[], Any]) -> Metadata:
+def _unpickle_committed(group: Group, metadata: Callable[[], Any]) -> Metadata:
     try:
         value: Metadata = metadata()
     except Exception as error:
@@ -453,7 +453,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     function(*args, **(kwargs if _takes_kwargs(function) else {}))
 
 
-def _nothing(_: list[Any]) -> None:
+def _do_nothing(_: list[Any]) -> None:
     return None
 
 
@@ -521,7 +521,7 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
         held: Any = None
         if not sends or dist.get_rank() == self.coordinator_rank:
             try:
-                held = self._held(planner, names)
+                held = self._read_tensors(planner, names)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 held = error
         sent(held if isinstance(held, Exception) else None)
@@ -534,7 +534,7 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
         future.set_result(None)
         return future
 
-    def _held(self, planner: LoadPlanner, names: list[str]) -> dict[str, torch.Tensor]:
+    def _read_tensors(self, planner: LoadPlanner, names: list[str]) -> dict[str, torch.Tensor]:
         state = load_torch_file(self._path, weights_only=self.weights_only)
         if not isinstance(state, Mapping):
             raise StateDictError(

@@ -262,15 +262,15 @@ class Placing:
         """Yields the chunk of each object and `PerRank` value, and the taker of its bytes."""
         for place, (number, fqn, _) in enumerate(self.objects):
             if fqn not in self.decisive:
-                yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
+                yield int(self._first_chunk[number]), self._setter(fqn, partial(self._put, place))
         for number, fqn in own.numbers:
-            yield int(self._first_chunk[number]), self._taker(fqn, partial(own.take, number))
+            yield int(self._first_chunk[number]), self._setter(fqn, partial(own.take, number))
 
     def decisive_takers(self) -> Iterator[tuple[int, ObjectTaker]]:
         """Yields the chunk of each object that is in `decisive`, and the taker of its bytes."""
         for place, (number, fqn, _) in enumerate(self.objects):
             if fqn in self.decisive:
-                yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
+                yield int(self._first_chunk[number]), self._setter(fqn, partial(self._put, place))
 
     def finish_decisive(self) -> None:
         """Stores what is in `decisive` in its containers."""
@@ -314,7 +314,7 @@ class Placing:
     def _put(self, place: int, value: Any) -> None:
         self._placed[place] = value
 
-    def _taker(self, fqn: str, put: Callable[[Any], None]) -> ObjectTaker:
+    def _setter(self, fqn: str, put: Callable[[Any], None]) -> ObjectTaker:
         weights_only = self.options.weights_only
         return lambda data: put(load_object(data, fqn=fqn, weights_only=weights_only))
 
@@ -526,10 +526,10 @@ def plan_targets(
             flat = flatten_top(values, flatten_sharded_tensors=flatten_sharded_tensors)
             # A stored mapping is loaded as one object.
             flat = replace(flat, empty=flat.empty - index.keys())
-        flat, tied = _without_tied(_wanted(flat, prefixes), index)
+        flat, tied = _without_tied(_select_wanted(flat, prefixes), index)
         own = OwnValues(flat, index, rank, world_size)
         left = set() if loaded is None else loaded.left
-        missing, unexpected = _compared(own, index, table.names, options, left)
+        missing, unexpected = _compare_keys(own, index, table.names, options, left)
         refused = must_be_taken(state_dict, unexpected, strict=options.strict)
         untaken = None
         if world_size == 1:
@@ -584,7 +584,7 @@ def plan_targets(
         )
 
 
-def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
+def _select_wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
     """Returns the values of the state dict that are loaded."""
     if prefixes:
         rows = [row for row, name in enumerate(flat.names) if below(name, prefixes)]
@@ -665,7 +665,7 @@ def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, Flat]:
     return flat.only(kept), flat.only(tied)
 
 
-def _compared(
+def _compare_keys(
     own: OwnValues,
     index: Mapping[str, int],
     stored: Sequence[str],

@@ -314,9 +314,9 @@ class _Named:
                 for rest, item in rests.items():
                     path = (part, *_tail(item.path, rest)) if rest else (part,)
                     set_by_path(tree, path, self._target(None, path, item, None))
-        return OptimizerTargets(tree, left, self._is_whole, self._decisive(groups_items))
+        return OptimizerTargets(tree, left, self._is_whole, self._deciding_names(groups_items))
 
-    def _decisive(self, items: Mapping[str, StoredValue]) -> set[str]:
+    def _deciding_names(self, items: Mapping[str, StoredValue]) -> set[str]:
         """Returns the names of the groups' values, if the groups might not fit the optimizer's.
 
         One group of named parameters always fits one.
@@ -373,7 +373,7 @@ class _Named:
             part = _flat_part(item.path)
             inner = item.path[item.path.index(part) + 1 :] if item.path and part else ()
             key = rest.removesuffix("".join(f".{each}" for each in inner))
-            owner = _owned({key: None}, self._by_name).get(key)
+            owner = _map_to_owner({key: None}, self._by_name).get(key)
             if owner is None:
                 continue
             self._flat_keys[key] = owner, key[len(owner) + 1 :]
@@ -395,8 +395,8 @@ class _Named:
         self, items: Mapping[str, StoredValue], root: dict[str, Any]
     ) -> dict[str, StoredValue]:
         """Adds targets for the state of parameters; returns the items of no parameter."""
-        ends = {name: _end(item.path, name) for name, item in items.items()}
-        named, numbered = _owned(ends, self._by_name), _owned(ends, self._by_number)
+        ends = {name: _path_end(item.path, name) for name, item in items.items()}
+        named, numbered = _map_to_owner(ends, self._by_name), _map_to_owner(ends, self._by_number)
         # A name may be a number too, "0" of a list of parameters; then only its path decides.
         is_named = bool(named) and not any(isinstance((ends[n] or ("",))[0], IntKey) for n in named)
         if named or numbered or not self._by_name:
@@ -416,11 +416,11 @@ class _Named:
             own = fresh.get(id(parameter)) if held is None else held
             pattern = samples.get(id(parameter)) if own is None else own
             for tail, item in rows:
-                path, like = _found(pattern, tail)
+                path, like = _find(pattern, tail)
                 target = self._target(parameter, path, item, None if own is None else like)
                 set_by_path(root, (owner, *path), target)
             if isinstance(root[owner], dict) and isinstance(pattern, Mapping):
-                lacking = _lacking(root[owner], own or {}, has_stepped=held is not None)
+                lacking = _missing_state(root[owner], own or {}, has_stepped=held is not None)
                 root[owner].update(lacking)
                 _add_empty(root[owner], pattern)
         if self._table is not self._by_number:
@@ -476,7 +476,7 @@ class _Named:
             ids.update(map(id, plain[: 1 if self._is_strict else None]))
         made = self._primed(ids)
         for first, *others in odd.values():
-            found = [(_found(made.get(id(first)), tail)[1], one) for tail, one in wanted[id(first)]]
+            found = [(_find(made.get(id(first)), tail)[1], one) for tail, one in wanted[id(first)]]
             if any(self._must_fit(like, first, item) for like, item in found):
                 made |= self._primed(set(map(id, others)) - made.keys())
         for own in groups:
@@ -496,7 +496,7 @@ class _Named:
 
     def _ask_others(self, root: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
         for rest, item in items.items():
-            path, held = _found(self._optimizer.state, _tail(item.path, rest))
+            path, held = _find(self._optimizer.state, _tail(item.path, rest))
             set_by_path(root, path, self._target(None, path, item, held))
 
     def _target(self, parameter: Any, path: NamePath, item: StoredValue, like: Any) -> Any:
@@ -516,7 +516,7 @@ class _Named:
         if isinstance(like, torch.Tensor):
             device = like.device
         elif path[-1:] == ("step",):
-            device = torch.device("cpu")  # `_placed` moves it where the optimizer counts.
+            device = torch.device("cpu")  # `_move_state` moves it where the optimizer counts.
         return torch.empty(item.shape, dtype=item.dtype, device=device)
 
     def _must_fit(self, tensor: Any, parameter: Any, item: StoredValue) -> bool:
@@ -530,7 +530,7 @@ class _Named:
             and isinstance(tensor, torch.Tensor)
             and _has_bytes(tensor)
             and tensor.dim() == len(item.shape) == parameter.dim()
-            and _follows(tensor.shape, parameter.shape)
+            and _fits_shape(tensor.shape, parameter.shape)
             and any(
                 own == full != stored
                 for own, full, stored in zip(tensor.shape, parameter.shape, item.shape, strict=True)
@@ -548,21 +548,21 @@ class _Named:
         Raises:
             StateDictError: They do not fit.
         """
-        self._matched(self._as_list(state["param_groups"]))
+        self._match_groups(self._as_list(state["param_groups"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        packed = self._packed(state_dict)
+        packed = self._pack(state_dict)
         if self._takes_torchs():
-            self._put(packed)
+            self._set_state(packed)
             return
         self._optimizer.load_state_dict(packed)
         held = self._renamed(self._optimizer.state_dict())
-        self.casts = _compared(self._optimizer, self._key, self._renamed(packed), held)
+        self.casts = _find_casts(self._optimizer, self._key, self._renamed(packed), held)
 
     def _takes_torchs(self) -> bool:
         return gives_torchs(self._optimizer, torch.optim.Optimizer, "load_state_dict")
 
-    def _packed(self, loaded: Any) -> dict[str, Any]:
+    def _pack(self, loaded: Any) -> dict[str, Any]:
         """Returns the state that the optimizer should have, in the form of its `state_dict()`."""
         optimizer = self._optimizer
         if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
@@ -572,7 +572,7 @@ class _Named:
                 key=self._key,
             )
         listed = self._as_list(loaded["param_groups"])
-        groups = self._matched(listed)
+        groups = self._match_groups(listed)
         table = self._table
         if table is None:
             is_named = any(key in self._by_name for key in loaded["state"])
@@ -597,7 +597,7 @@ class _Named:
                 held = optimizer.state.get(parameter)
                 value = values.get(id(parameter), held)
                 if id(parameter) in values:
-                    value = self._placed(parameter, group, options, value)
+                    value = self._move_state(parameter, group, options, value)
                     if not self._is_whole and isinstance(held, Mapping):
                         value = {**held, **value}
                 elif held is None or (
@@ -610,12 +610,12 @@ class _Named:
                 state[numbers[id(parameter)]] = value
             stays = group if options is None or not self._is_whole else self._absent
             kept = {k: v for k, v in group.items() if k in stays or k == "param_names"}
-            new = {k: _beside(v, group.get(k)) for k, v in (options or {}).items()}
+            new = {k: _move_option(v, group.get(k)) for k, v in (options or {}).items()}
             packed.append({**kept, **new, "params": own})
         rest = {k: v for k, v in loaded.items() if k not in ("state", "param_groups", OTHER_STATE)}
         return {**rest, "state": {**state, **others}, "param_groups": packed}
 
-    def _matched(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
+    def _match_groups(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
         """Returns the stored options of each group of the optimizer; None if there are none.
 
         Groups are matched by their parameters, and empty groups by their order. The remaining
@@ -684,12 +684,12 @@ class _Named:
                 )
         return options[0]
 
-    def _placed(self, parameter: Any, group: Any, options: Any, value: Any) -> Any:
+    def _move_state(self, parameter: Any, group: Any, options: Any, value: Any) -> Any:
         """Returns the state of a parameter with all tensors on its device."""
         if not isinstance(value, Mapping):
-            return _moved(value, parameter.device, everything=self._table is None)
+            return _move(value, parameter.device, everything=self._table is None)
         found = {
-            k: _moved(v, parameter.device, everything=self._table is None and k != "step")
+            k: _move(v, parameter.device, everything=self._table is None and k != "step")
             for k, v in value.items()
         }
         step = found.get("step")
@@ -701,7 +701,7 @@ class _Named:
                 found["step"] = step.cpu()
         return found
 
-    def _put(self, packed: dict[str, Any]) -> None:
+    def _set_state(self, packed: dict[str, Any]) -> None:
         """Sets the state in place, as torch's `load_state_dict` does, but without its casts.
 
         Source: `torch/optim/optimizer.py`, `Optimizer.load_state_dict`.
@@ -793,7 +793,7 @@ class _OwnForm:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Why a copy: torch's helper changes its argument.
         self._set(_containers(state_dict))
-        self.casts = _compared(self._optimizer, self._key, state_dict, self.state_dict())
+        self.casts = _find_casts(self._optimizer, self._key, state_dict, self.state_dict())
 
     def _set(self, state_dict: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state_dict)
@@ -892,7 +892,7 @@ def _renamed(in_module: Mapping[str, StoredValue]) -> dict[str, str]:
     return {
         str(item.path[-1]): name
         for name, item in in_module.items()
-        if item.path and _end(item.path, name) is None
+        if item.path and _path_end(item.path, name) is None
     }
 
 
@@ -926,7 +926,7 @@ def _flat_part(path: NamePath | None) -> str | None:
     return next((key for key in keys if key.startswith("param_groups.")), None)
 
 
-def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dict[str, str]:
+def _map_to_owner(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dict[str, str]:
     """Maps each name that begins with a name of the table to that name."""
     found: dict[str, str] = {}
     for name, end in ends.items():
@@ -942,7 +942,7 @@ def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dic
     return found
 
 
-def _end(path: NamePath | None, rest: str) -> NamePath | None:
+def _path_end(path: NamePath | None, rest: str) -> NamePath | None:
     """Returns the end of a path whose text is `rest`; None if the name has been mapped."""
     for start in range(len(path or ()) - 1, -1, -1):
         end = tuple(path or ())[start:]
@@ -952,10 +952,10 @@ def _end(path: NamePath | None, rest: str) -> NamePath | None:
 
 
 def _tail(path: NamePath | None, rest: str) -> NamePath:
-    return _end(path, rest) or tuple(rest.split("."))
+    return _path_end(path, rest) or tuple(rest.split("."))
 
 
-def _found(container: Any, path: NamePath) -> tuple[NamePath, Any]:
+def _find(container: Any, path: NamePath) -> tuple[NamePath, Any]:
     """Returns a path with the container's own keys, and the value there, or None."""
     real: list[Any] = []
     for part in path:
@@ -974,7 +974,7 @@ def _found(container: Any, path: NamePath) -> tuple[NamePath, Any]:
     return tuple(real), container
 
 
-def _lacking(
+def _missing_state(
     stored: Mapping[Any, Any], own: Mapping[Any, Any], *, has_stepped: bool
 ) -> dict[Any, Any]:
     """Returns the state of a parameter that a checkpoint of this optimizer would have in addition.
@@ -1010,7 +1010,7 @@ def _is_like(tensor: Any, item: StoredValue) -> bool:
     return item.is_raw in (None, _has_bytes(tensor))
 
 
-def _follows(shape: Sequence[int], whole: Sequence[int]) -> bool:
+def _fits_shape(shape: Sequence[int], whole: Sequence[int]) -> bool:
     """Returns whether each length is that of the whole, or 1 as in state that is factored."""
     return all(length in (1, full) for length, full in zip(shape, whole, strict=True))
 
@@ -1034,7 +1034,7 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("fused") or group.get("capturable"))
 
 
-def _moved(value: Any, device: torch.device, *, everything: bool) -> Any:
+def _move(value: Any, device: torch.device, *, everything: bool) -> Any:
     """Returns a value with its tensors moved to a device.
 
     Args:
@@ -1045,23 +1045,23 @@ def _moved(value: Any, device: torch.device, *, everything: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device) if everything else value
     if isinstance(value, tuple):
-        moved = [_moved(each, device, everything=True) for each in value]
+        moved = [_move(each, device, everything=True) for each in value]
         if all(a is b for a, b in zip(moved, value, strict=True)):
             return value
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if type(value) is dict:
-        return {k: _moved(v, device, everything=everything) for k, v in value.items()}
+        return {k: _move(v, device, everything=everything) for k, v in value.items()}
     if type(value) is list:
-        return [_moved(each, device, everything=everything) for each in value]
+        return [_move(each, device, everything=everything) for each in value]
     return value
 
 
-def _beside(value: Any, own: Any) -> Any:
+def _move_option(value: Any, own: Any) -> Any:
     """Returns the value of a group's option, with tensors on the devices of the existing ones."""
     if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not own.is_meta:
         return value.to(own.device)
     if type(value) is tuple and isinstance(own, tuple) and len(value) == len(own):
-        return tuple(map(_beside, value, own))
+        return tuple(map(_move_option, value, own))
     return value
 
 
@@ -1142,7 +1142,7 @@ def _containers(value: Any) -> Any:
 # --- comparing ----------------------------------------------------------------------------------
 
 
-def _compared(optimizer: Any, key: str, loaded: Any, held: Any) -> list[Cast]:
+def _find_casts(optimizer: Any, key: str, loaded: Any, held: Any) -> list[Cast]:
     """Returns the values that a library has cast when it loaded the state.
 
     Raises:

@@ -499,7 +499,7 @@ class PlannerSink(TensorSink):
         if isinstance(self.targets[row], torch.Tensor):
             super().done(row)
         with self._lock:
-            item, target = self._items.pop(row), self._made(row)
+            item, target = self._items.pop(row), self._materialize(row)
             temporary = self._temporary.pop(row, None)
             if temporary is not None:
                 self._put(row, temporary)
@@ -727,16 +727,16 @@ class PlannedReads:
         fqn = item.storage_index.fqn
         tensor = self._index.get(fqn)
         if tensor is None:
-            raise self._wrong(item, f"{fqn!r}, which the checkpoint does not have")
+            raise self._error(item, f"{fqn!r}, which the checkpoint does not have")
         kind = self._table.kind[tensor]
         if (kind == Kind.OBJECT) != (item.type is LoadItemType.BYTE_IO):
             stored = "an object" if kind == Kind.OBJECT else "a tensor"
-            raise self._wrong(item, f"{fqn!r} as {item.type.name}, but it is stored as {stored}")
+            raise self._error(item, f"{fqn!r} as {item.type.name}, but it is stored as {stored}")
         self._fqns[item.dest_index.fqn] = None
         self._stored.add(tensor)
         items = self._first if fqn in self._decisive else self._rest
         if kind == Kind.OBJECT:
-            items.objects.append((int(self._first_chunk[tensor]), self._taker(item)))
+            items.objects.append((int(self._first_chunk[tensor]), self._setter(item)))
             return
         offset, size = self._box(item, tensor)
         dtype = dtype_of(self._table.dtypes[self._table.dtype[tensor]], fqn=fqn)
@@ -752,7 +752,7 @@ class PlannedReads:
 
         DCP's planner omits elements that no chunk holds, and its load leaves them unchanged.
         """
-        wanted = self._stored.union(self._index[n] for n in self._asked() if n in self._index)
+        wanted = self._stored.union(self._index[n] for n in self._requested() if n in self._index)
         short = lacks_parts(self._table)
         lacking = [self._table.names[tensor] for tensor in sorted(wanted) if short[tensor]]
         if lacking:
@@ -805,7 +805,7 @@ class PlannedReads:
         start = item.storage_index.offset
         chunk = tuple(start) if start is not None else (0,) * ndim
         if not len(chunk) == len(item.storage_offsets) == len(item.lengths) == ndim:
-            raise self._wrong(
+            raise self._error(
                 item,
                 f"{item.storage_index.fqn!r} at {tuple(item.storage_offsets)} of "
                 f"{tuple(item.lengths)} in the chunk at {chunk}, but it is stored with {ndim} "
@@ -817,14 +817,14 @@ class PlannedReads:
         if any(
             o < 0 or n < 0 or o + n > whole for o, n, whole in zip(offset, size, shape, strict=True)
         ):
-            raise self._wrong(
+            raise self._error(
                 item,
                 f"{item.storage_index.fqn!r} at {offset} of {size}, but it is stored with "
                 f"shape {shape}",
             )
         return offset, size
 
-    def _taker(self, item: ReadItem) -> Callable[[bytes], None]:
+    def _setter(self, item: ReadItem) -> Callable[[bytes], None]:
         fqn = item.dest_index.fqn
 
         def take(data: bytes) -> None:
@@ -849,9 +849,9 @@ class PlannedReads:
 
     def _missing(self, metadata: Metadata) -> tuple[str, ...]:
         known = metadata.state_dict_metadata
-        return tuple(n for n in self._asked() if n not in known and n not in self._fqns)
+        return tuple(n for n in self._requested() if n not in known and n not in self._fqns)
 
-    def _asked(self) -> Iterable[str]:
+    def _requested(self) -> Iterable[str]:
         """Returns the names of the state dict, as far as the planner exposes them."""
         flat = getattr(self._planner, "state_dict", None)
         is_told = isinstance(self._planner, DefaultLoadPlanner) and isinstance(flat, dict)
@@ -869,6 +869,6 @@ class PlannedReads:
             )
         return names
 
-    def _wrong(self, item: ReadItem, what: str) -> StateDictError:
+    def _error(self, item: ReadItem, what: str) -> StateDictError:
         told = f"{self._hooks.name} planned to read {what}"
         return self._hooks.error(StateDictError, told, item.dest_index.fqn)

@@ -266,7 +266,7 @@ class OperationLog:
         self._phase = ""
 
     def __enter__(self) -> OperationLog:
-        self._tell(self.operation, "start", time.perf_counter())
+        self._log(self.operation, "start", time.perf_counter())
         return self
 
     def __exit__(
@@ -275,17 +275,17 @@ class OperationLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(self.operation, time.perf_counter(), error)
+        self._log_end(self.operation, time.perf_counter(), error)
 
     def enter(self, step: Step | None, now_s: float, error: BaseException | None = None) -> None:
         """Logs that a rank begins another step; see `PhaseClock.on_step`."""
         if step is not None and step.dcp in ("", self._phase):
             return
         if self._phase:
-            self._end(self._phase, now_s, error)
+            self._log_end(self._phase, now_s, error)
         self._phase = "" if step is None else step.dcp
         if self._phase:
-            self._tell(self._phase, "start", now_s)
+            self._log(self._phase, "start", now_s)
 
     def uploading(self, handle: Any) -> None:
         """Logs the upload in the background, and its end.
@@ -293,19 +293,19 @@ class OperationLog:
         Args:
             handle: Future of the upload.
         """
-        self._tell("upload", "start", time.perf_counter())
+        self._log("upload", "start", time.perf_counter())
 
         def ended(future: Any) -> None:
             error = None if future.cancelled() else Future.exception(future)
-            self._end("upload", time.perf_counter(), error)
+            self._log_end("upload", time.perf_counter(), error)
 
         # Why the base class's method: a handle records who looks at it, and a log should not count.
         Future.add_done_callback(handle, ended)
 
-    def _end(self, phase: str, now_s: float, error: BaseException | None) -> None:
-        self._tell(phase, "end" if error is None else "exception", now_s, error)
+    def _log_end(self, phase: str, now_s: float, error: BaseException | None) -> None:
+        self._log(phase, "end" if error is None else "exception", now_s, error)
 
-    def _tell(
+    def _log(
         self, phase: str, event: str, now_s: float, error: BaseException | None = None
     ) -> None:
         """Logs the dict that DCP's decorator would log."""

@@ -450,15 +450,15 @@ def parts(tensor: Any, fqn: str) -> tuple[tuple[Box, torch.Tensor], ...]:
         fields = [[tuple(map(index, one)) for one in getattr(tensor, name)] for name in FIELDS[1:]]
     except TypeError as error:
         told = f"expected a tuple of whole numbers as shape and for each part ({error})"
-        raise _contradiction(fqn, told) from error
+        raise _misfit_error(fqn, told) from error
     if len(set(map(len, fields))) != 1:
-        raise _contradiction(
+        raise _misfit_error(
             fqn, f"expected one entry a part in each, found {[*map(len, fields)]} of them"
         )
     found = []
     for offset, start, size in zip(*fields, strict=True):
         if not (_is_inside(offset, size, whole) and _is_inside(start, size, local)):
-            raise _contradiction(
+            raise _misfit_error(
                 fqn,
                 f"the part at {offset} of {size} lies outside of the global shape {whole}, or at "
                 f"{start} outside of the local shape {local}",
@@ -478,7 +478,7 @@ def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int,
     )
 
 
-def _contradiction(fqn: str, what: str) -> UnsupportedValueError:
+def _misfit_error(fqn: str, what: str) -> UnsupportedValueError:
     return UnsupportedValueError(
         f"the attributes {', '.join(FIELDS)} of {fqn!r} don't fit: {what}; correct them, or "
         f"delete {FIELDS[0]} to save it as an ordinary tensor",

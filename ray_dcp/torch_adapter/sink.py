@@ -274,7 +274,7 @@ class TensorSink:
         with self._lock:
             if row in self._temporary:
                 return self._temporary[row]
-            target = self._made(row)
+            target = self._materialize(row)
             if self.direct[row]:
                 plain: torch.Tensor = target.detach()
                 return plain
@@ -287,9 +287,9 @@ class TensorSink:
     def target(self, row: int) -> torch.Tensor:
         """Returns the target tensor of a row."""
         with self._lock:
-            return self._made(row)
+            return self._materialize(row)
 
-    def _made(self, row: int) -> torch.Tensor:
+    def _materialize(self, row: int) -> torch.Tensor:
         target: Any = self.targets[row]
         if not isinstance(target, torch.Tensor):
             target = self.targets[row] = target()
@@ -363,7 +363,7 @@ def fresh_value(template: Any, dtype: torch.dtype) -> Any:
     if isinstance(template, DTensor):
         # Shape and stride are passed, as the tensor may be sharded unevenly.
         return DTensor.from_local(
-            _fresh(template.to_local(), dtype, template.device_mesh.device_type),
+            _empty_like(template.to_local(), dtype, template.device_mesh.device_type),
             device_mesh=template.device_mesh,
             placements=template.placements,
             shape=template.size(),
@@ -374,7 +374,7 @@ def fresh_value(template: Any, dtype: torch.dtype) -> Any:
         return torch.empty(
             template.shape, dtype=dtype, device="cpu" if device.type == "meta" else device
         )
-    made = _fresh(template, dtype, None)
+    made = _empty_like(template, dtype, None)
     if isinstance(template, torch.nn.Parameter):
         may_learn = template.requires_grad and (dtype.is_floating_point or dtype.is_complex)
         made = torch.nn.Parameter(made, requires_grad=may_learn)
@@ -421,7 +421,7 @@ def fresh_taker(
     return take
 
 
-def _fresh(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) -> torch.Tensor:
     if not tensor.is_meta:
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     if dtype != tensor.dtype:
@@ -464,7 +464,7 @@ class Boxes:
         if not full.all():
             targets = [targets[row] for row in np.flatnonzero(full).tolist()]
             tensors, shape, itemsize = tensors[full], shape[full], itemsize[full]
-        self._end()
+        self._finish_columns()
         zeros = np.zeros_like(shape)
         self._ended.append(Wanted(tensors.astype(np.int32), zeros, shape, itemsize))
         self.sink.add_direct(targets)
@@ -480,7 +480,7 @@ class Boxes:
 
     def wanted(self) -> Wanted:
         """Returns the boxes as columns."""
-        self._end()
+        self._finish_columns()
         if len(self._ended) == 1:
             return self._ended[0]
         width = max(part.offset.shape[1] for part in self._ended)
@@ -492,7 +492,7 @@ class Boxes:
             np.concatenate([part.itemsize for part in self._ended]),
         )
 
-    def _end(self) -> None:
+    def _finish_columns(self) -> None:
         """Converts the boxes added by `add` to columns."""
         if not self._tensor and self._ended:
             return

@@ -187,7 +187,7 @@ def stateful_to_load_targets(
                 targets.decisive[key] = asked.decisive
             targets.whole.extend([str(key)] if asked.is_whole else [])
         else:
-            parts[key], targets.values[key] = _asked(key, value, part, stored)
+            parts[key], targets.values[key] = _find_stateful(key, value, part, stored)
             if isinstance(part, _Model):
                 tensors = _tensors(targets.values[key])
                 targets.dtypes[key] = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -348,7 +348,7 @@ class _Model:
             )
 
 
-def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:
+def _find_stateful(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:
     """Returns the object that receives the state of a value, and the state to load into.
 
     Of the two forms of a module, the one with more names in the checkpoint is chosen.
@@ -582,7 +582,7 @@ class OwnValues:
             return
         chosen = set(rows)
         self.rest = flat.only([row for row in range(len(flat.names)) if row not in chosen])
-        stored = _stored(index)
+        stored = _per_rank_values(index)
         for row in rows:
             self._add(flat.names[row], flat.values[row], stored.get(flat.names[row]))
 
@@ -646,7 +646,7 @@ class OwnValues:
                 )
 
 
-def _stored(index: Mapping[str, int]) -> dict[str, dict[tuple[int, int], int]]:
+def _per_rank_values(index: Mapping[str, int]) -> dict[str, dict[tuple[int, int], int]]:
     """Returns, for each FQN with per-rank values, the number in the table by `(rank, ranks)`."""
     stored: dict[str, dict[tuple[int, int], int]] = {}
     for name, number in index.items():

@@ -82,14 +82,14 @@ def place(
         raise
     except Exception as error:  # user classes may raise anything
         raise UnsupportedValueError(
-            f"{_pair(fqn, target, source)}, which these classes can't do"
+            f"{_mismatch(fqn, target, source)}, which these classes can't do"
             f"{'' if is_whole else ' for a part of it'} ({type(error).__name__}: {error}); "
             f"{_way_out(target, source, is_whole)}",
             key=fqn,
         ) from error
     if not is_there and (policy != "cast" or type(target) is type(source)):
         raise UnsupportedValueError(
-            f"{_pair(fqn, target, source)}, which leaves other values there than are saved; "
+            f"{_mismatch(fqn, target, source)}, which leaves other values there than are saved; "
             f"{_way_out(target, source, is_whole)}",
             key=fqn,
         )
@@ -97,7 +97,7 @@ def place(
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor, fqn: str, policy: str) -> None:
-    if type(into) is type(source) and _alike(into, source, policy):
+    if type(into) is type(source) and _can_copy_inner(into, source, policy):
         _copy_parts(into, source)
     elif is_plain(into) and into.dtype != source.dtype:
         # Why: the values that the class shows are compared before they are cast.
@@ -108,7 +108,7 @@ def _copy(into: torch.Tensor, source: torch.Tensor, fqn: str, policy: str) -> No
         into.detach().copy_(source.to(into.dtype) if is_plain(source) else source)
 
 
-def _pair(fqn: str, target: torch.Tensor, source: torch.Tensor) -> str:
+def _mismatch(fqn: str, target: torch.Tensor, source: torch.Tensor) -> str:
     return (
         f"{fqn!r} is saved as a {type(source).__qualname__} and would be copied into a "
         f"{type(target).__qualname__}"
@@ -204,7 +204,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _alike(target: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
+def _can_copy_inner(target: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
     """Returns whether each inner tensor can be copied into the one of that name of the target."""
     if type(target) is not type(source) and not (is_plain(target) and is_plain(source)):
         return False
@@ -219,7 +219,7 @@ def _alike(target: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
     return (
         into[0].keys() == of[0].keys()
         and _equal(into[1], of[1])
-        and all(_alike(into[0][name], tensor, policy) for name, tensor in of[0].items())
+        and all(_can_copy_inner(into[0][name], tensor, policy) for name, tensor in of[0].items())
     )
 
 
@@ -239,7 +239,7 @@ def _set_attributes(target: torch.Tensor, source: torch.Tensor) -> None:
     for name, value in _own_attributes(source, own).items():
         there = own.get(name)
         if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
-            if _alike(there, value, "error"):
+            if _can_copy_inner(there, value, "error"):
                 _copy_parts(there, value)
         elif not _equal(there, value):
             setattr(target, name, value)
@@ -272,7 +272,7 @@ def _own_attributes(source: torch.Tensor, there: Mapping[str, Any]) -> dict[str,
 def _holds(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
     """Returns whether a tensor has the values of another one."""
     if type(found) is type(source):
-        return _same(found, source, policy)
+        return _equal_parts(found, source, policy)
     of, into = _elements(source), _elements(found)
     if of is not None and into is not None:
         return _same_elements(into, of, policy)
@@ -286,7 +286,7 @@ def _holds(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
         again.copy_(found)
     except Exception:  # noqa: BLE001 - user classes may raise anything
         return False
-    return _same(again, source, policy)
+    return _equal_parts(again, source, policy)
 
 
 def _dequantized(source: torch.Tensor) -> torch.Tensor | None:
@@ -299,7 +299,7 @@ def _dequantized(source: torch.Tensor) -> torch.Tensor | None:
     return shown if is_plain(shown) else None
 
 
-def _same(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
+def _equal_parts(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
     """Returns whether two tensors of a class consist of equal parts."""
     if is_plain(found) and is_plain(source):
         return _same_elements(found, source, policy)
@@ -310,7 +310,7 @@ def _same(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
         return (
             into[0].keys() == of[0].keys()
             and _equal(into[1], of[1])
-            and all(_same(into[0][n], tensor, policy) for n, tensor in of[0].items())
+            and all(_equal_parts(into[0][n], tensor, policy) for n, tensor in of[0].items())
         )
     first, second = _elements(found), _elements(source)
     if first is None or second is None:
@@ -352,7 +352,7 @@ def _without_marks(value: Any) -> Any:
 def _equal(found: Any, wanted: Any) -> bool:
     """Returns whether two values of any kind are known to be equal."""
     if isinstance(wanted, torch.Tensor):
-        return isinstance(found, torch.Tensor) and _same(found, wanted, "error")
+        return isinstance(found, torch.Tensor) and _equal_parts(found, wanted, "error")
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, (list, tuple)):

@@ -49,7 +49,7 @@ ObjectTaker = Callable[[bytes], None]
 """Processes the verified bytes of one item (`torch.save` output)."""
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """The `finish` of loads that have nothing to store."""
 
 
@@ -100,7 +100,7 @@ class Targets:
         objects: Iterable[tuple[int, ObjectTaker]] = (),
         decisive: Targets | None = None,
         without_chunk: Sequence[str] = (),
-        finish: Callable[[], None] = _nothing,
+        finish: Callable[[], None] = _do_nothing,
         late_cast: Sequence[Cast] = (),
         loaded: tuple[str, ...] = (),
         missing: tuple[str, ...] = (),
@@ -211,9 +211,9 @@ class Targets:
             # Careful: a row that the chunk does not meet may be done, and has no buffer any more.
             is_empty = 0 in size and bool((start == origin).all() and (length == size).all())
             if is_empty or (common > 0).all():
-                self._put(row, sink, stored, low - start, low - origin, common)
+                self._copy_part(row, sink, stored, low - start, low - origin, common)
 
-    def _put(
+    def _copy_part(
         self,
         row: int,
         sink: TensorSink,
@@ -226,14 +226,14 @@ class Targets:
         is_raw = sink is self.sink
         if is_plain(stored):
             if is_raw and row not in self._subclassed:
-                into = _narrowed(sink.region(row), start, size)
-                copy_into(into, _narrowed(stored, origin, size))
+                into = _narrow(sink.region(row), start, size)
+                copy_into(into, _narrow(stored, origin, size))
                 return
         elif sink.takes(row, stored):
             return
         target = sink.target(row)
         if is_plain(target) and is_plain(stored):
-            copy_into(_narrowed(target, start, size), _narrowed(stored, origin, size))
+            copy_into(_narrow(target, start, size), _narrow(stored, origin, size))
             return
         if is_plain(target) and is_raw:
             target = sink.region(row)
@@ -251,7 +251,7 @@ class Targets:
             for dim, length in enumerate(size.tolist())
             if not length == target.size(dim) == stored.size(dim)
         ]
-        narrow = partial(_narrowed, size=size, dims=dims)
+        narrow = partial(_narrow, size=size, dims=dims)
         sink.place(
             row,
             target,
@@ -486,7 +486,7 @@ def _content(value: torch.Tensor, target: torch.Tensor) -> list[Any]:
     ]
 
 
-def _narrowed(
+def _narrow(
     tensor: torch.Tensor,
     start: Int64Array,
     size: Int64Array,

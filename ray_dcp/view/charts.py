@@ -43,7 +43,7 @@ def line_chart(series: Series, title: str = "") -> Picture:
         series: Name → `(step, value)`. Values that are not finite are marked at the bottom.
         title: Title of the picture.
     """
-    kept = {name: _thinned(sorted(points)) for name, points in series.items() if points}
+    kept = {name: _thin_out(sorted(points)) for name, points in series.items() if points}
     order = sorted(kept, key=lambda name: -_change(kept[name]))
     values = [v for points in kept.values() for _, v in points if math.isfinite(v)]
     if not values:
@@ -99,7 +99,7 @@ def line_chart(series: Series, title: str = "") -> Picture:
     return draw.pictured(draw.heading(title), drawing, told)
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Returns at most `MOST_POINTS` points, including the first and the last."""
     chosen = np.linspace(0, len(points) - 1, min(len(points), MOST_POINTS)).round().astype(int)
     return [points[index] for index in chosen.tolist()]
@@ -169,7 +169,7 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
         anchor, x = ("end", x - 3) if before else ("start", x + 3)
         parts.append(draw.note(x, y, told, anchor, fill=colour, opacity=None))
     for index, (lane, spans) in enumerate(found.items()):
-        parts += _lane(trace, lane, spans, _HEAD + index * height, height, scale)
+        parts += _draw_lane(trace, lane, spans, _HEAD + index * height, height, scale)
     shown = {(span.rank is None, span.phase) for span in trace.spans} | {(False, "commit")}
     for y, who, looks in ((20, "ranks", RANK), (38, "coordinator", COORDINATOR)):
         is_own = who == "coordinator"
@@ -185,7 +185,7 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
     return draw.pictured(heading, drawn, *map(draw.aside, notes))
 
 
-def _lane(
+def _draw_lane(
     trace: SaveTrace, lane: int | None, spans: Sequence[Span], y: float, height: float, scale: float
 ) -> list[str]:
     late = {s.phase: s for s in trace.stragglers if s.rank == lane}

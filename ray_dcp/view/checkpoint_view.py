@@ -69,7 +69,7 @@ class _PlainMachine(PickleMachine):
         raise damaged("a plain value", "another one")
 
     _find: Any = _refuse
-    _made: Any = _refuse
+    _construct: Any = _refuse
     _with_state: Any = _refuse
     _set_items: Any = _refuse
 
@@ -109,13 +109,13 @@ def grids(table: ChunkTable) -> Int64Array:
     width = table.offset.shape[1]
     found = np.ones((table.num_tensors, width), np.int64)
     for dim in range(min(width, _MOST_DIMS_LOOKED_AT)):
-        found[:, dim] = np.maximum(_starts(table, dim), 1)
+        found[:, dim] = np.maximum(_count_offsets(table, dim), 1)
     chunks = np.bincount(table.tensor, minlength=table.num_tensors)
     found[(found.prod(axis=1) != np.maximum(chunks, 1))] = 0
     return found
 
 
-def _starts(table: ChunkTable, dim: int) -> Int64Array:
+def _count_offsets(table: ChunkTable, dim: int) -> Int64Array:
     """Returns the number of distinct chunk offsets of each tensor in a dimension."""
     offsets, place = np.unique(table.offset[:, dim], return_inverse=True)
     # Why a single number: sorting pairs takes 20 times as long.
@@ -708,13 +708,13 @@ def diff_checkpoints(
     notes: tuple[str, ...] = ()
     count = f"{len(undecided)} tensors or objects"
     if undecided and read:
-        notes = (f"{count} were read and compared: {_why(first, second)}",)
+        notes = (f"{count} were read and compared: {_reason(first, second)}",)
     elif undecided:
-        notes = (f"hashes can't decide {count}: {_why(first, second)}; nothing was read",)
+        notes = (f"hashes can't decide {count}: {_reason(first, second)}; nothing was read",)
     return CheckpointDiff(first, second, tuple(tensors), bytes_read, notes)
 
 
-def _why(first: CheckpointView, second: CheckpointView) -> str:
+def _reason(first: CheckpointView, second: CheckpointView) -> str:
     without = [view.url for view in (first, second) if view.kind != "native"]
     if without:
         return f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no hashes"
@@ -770,7 +770,7 @@ def picture_diff(diff: CheckpointDiff, *, values: bool = False) -> Picture:
     for one in moved[:MOST_CHANGED]:
         length = known.get(one.name, 0.0) if known else float(_bytes(one))
         told = f"{one.name}: {one.change}, {size_text(_bytes(one))} of {size_text(one.num_bytes)}"
-        rows.append(Bar(one.name, [(length, CHANGES[one.change], told)], _told(one, known)))
+        rows.append(Bar(one.name, [(length, CHANGES[one.change], told)], _change_text(one, known)))
     if rows:
         told = "|new - old| / |old|" if known else "bytes in blocks that differ"
         parts.append(draw.note(300, 54, told))
@@ -783,7 +783,7 @@ def _bytes(one: TensorDiff) -> int:
     return one.changed_bytes or one.num_bytes
 
 
-def _told(one: TensorDiff, relative: Mapping[str, float]) -> str:
+def _change_text(one: TensorDiff, relative: Mapping[str, float]) -> str:
     if one.name in relative:
         share = relative[one.name]
         return f"{share:.3g}" if share < 0.01 else f"{share:.1%}"

@@ -55,7 +55,7 @@ class _Stored(NamedTuple):
         return "object" if self.kind == Kind.OBJECT else f"{self.dtype}{self.shape}"
 
 
-def _stored(table: ChunkTable) -> dict[str, _Stored]:
+def _stored_tensors(table: ChunkTable) -> dict[str, _Stored]:
     sizes = np.where(table.payload_bytes >= 0, table.payload_bytes, table.item_bytes)
     num_bytes = np.bincount(table.tensor, weights=sizes, minlength=table.num_tensors)
     columns = (table.kind, table.dtype, table.ndim, table.shape, num_bytes.astype(np.int64))
@@ -79,7 +79,7 @@ def diff_tables(first: ChunkTable, second: ChunkTable) -> list[TensorDiff]:
     Complexity:
         O(chunks log chunks + checksums), in numpy.
     """
-    old, new = _stored(first), _stored(second)
+    old, new = _stored_tensors(first), _stored_tensors(second)
     found = {}
     for name in {**old, **new}:
         one, other = old.get(name), new.get(name)
@@ -189,7 +189,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _slabs(
+def _parts(
     first: TensorHandle, second: TensorHandle
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """Yields each part of both tensors."""
@@ -199,7 +199,7 @@ def _slabs(
 
 def same_values(first: TensorHandle, second: TensorHandle) -> bool:
     """Returns whether two tensors of equal shape and dtype have the same bytes. Both are read."""
-    return all(np.array_equal(_bytes(one), _bytes(other)) for one, other in _slabs(first, second))
+    return all(np.array_equal(_bytes(one), _bytes(other)) for one, other in _parts(first, second))
 
 
 def value_diff(first: TensorHandle, second: TensorHandle) -> ValueDiff:
@@ -207,7 +207,7 @@ def value_diff(first: TensorHandle, second: TensorHandle) -> ValueDiff:
     difference = squares = max_abs = 0.0
     changed = elements = nonfinite = 0
     with np.errstate(invalid="ignore", over="ignore"):
-        for one, other in _slabs(first, second):
+        for one, other in _parts(first, second):
             left = as_numbers(one, first.dtype).reshape(-1)
             right = as_numbers(other, second.dtype).reshape(-1)
             both = np.isfinite(left) & np.isfinite(right)

@@ -55,7 +55,7 @@ def picture_norms(run: RunView, include: str = "*") -> Picture:
             continue
         for name, info in step.view.tensors.items():
             if fnmatchcase(name, include) and info.dtype in READABLE and info.num_bytes:
-                norm = _norm(step.view[name])
+                norm = _l2_norm(step.view[name])
                 found.setdefault(name, []).append((float(step.step), norm))
     if not found:
         raise InvalidRequestError(
@@ -66,7 +66,7 @@ def picture_norms(run: RunView, include: str = "*") -> Picture:
     return line_chart(found, f"norms of {include} over the steps of {run.url}")
 
 
-def _norm(handle: TensorHandle) -> float:
+def _l2_norm(handle: TensorHandle) -> float:
     total = 0.0
     for part in parts_of(handle.shape):
         values = np.abs(as_numbers(handle.raw(part), handle.dtype).reshape(-1))

@@ -161,10 +161,10 @@ def _numbers(now: Progress, *, rate: bool = True) -> list[str]:
         (done, unit), total = size_text(now.done_bytes).split(), size_text(now.total_bytes)
         told.append(f"{done if total.endswith(f' {unit}') else f'{done} {unit}'} of {total}")
         told += [f"{size_text(int(now.bytes_per_s))}/s"] if rate else []
-    return [*told, _whole(now.seconds) if left_s is None else f"{_whole(left_s)} left"]
+    return [*told, _rounded(now.seconds) if left_s is None else f"{_rounded(left_s)} left"]
 
 
-def _whole(seconds: float) -> str:
+def _rounded(seconds: float) -> str:
     """Returns a duration in whole seconds, minutes, or tenths of hours."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -341,7 +341,7 @@ class Meter:
         try:
             yield
             with events.contained("The progress"):
-                self._see()
+                self._update()
             self._looked = (max(self._looked),) * 2
         finally:
             with self._lock:
@@ -350,7 +350,7 @@ class Meter:
                 self._look, self._looked = None, (0, 0)
                 self._now = replace(self._now, phase="", file="")
 
-    def _see(self) -> None:
+    def _update(self) -> None:
         look = self._look
         if look is None:
             return
@@ -364,7 +364,7 @@ class Meter:
 
     def now(self, outcome: Literal["", "done", "failed"] = "") -> Progress:
         """Returns the progress."""
-        self._see()
+        self._update()
         with self._lock:
             done = self._done + self._looked[0]
             at, sizes = self._now.step, self._sizes

@@ -178,7 +178,7 @@ def preview_reshard(
         options: See there.
     """
     target, options = parse_layout(layout), options or LoadOptions()
-    chosen = _chosen(table.names, include, storage.url)
+    chosen = _select(table.names, include, storage.url)
     itemsize = np.array([ITEMSIZE.get(name, 1) for name in table.dtypes] or [1], np.int64)
     tensors = np.flatnonzero(chosen & (table.kind != Kind.OBJECT))
     objects = np.flatnonzero((table.kind[table.tensor] == Kind.OBJECT) & chosen[table.tensor])
@@ -212,7 +212,7 @@ def preview_reshard(
     return ReshardPreview(target, tuple(ranks), stored, uncovered)
 
 
-def _chosen(names: Sequence[str], include: str | None, url: str) -> BoolArray:
+def _select(names: Sequence[str], include: str | None, url: str) -> BoolArray:
     matches = (include is None or fnmatchcase(name, include) for name in names)
     chosen = np.fromiter(matches, bool, len(names))
     if include is not None and not chosen.any():
@@ -232,7 +232,7 @@ def _held_by(
     offset, size = np.zeros_like(shape), shape.copy()
     for dim, part, parts in ((0, row, layout.rows), (1, column, layout.columns)):
         if parts > 1 and dim < shape.shape[1]:
-            low, high = _cut(shape[:, dim], part, parts)
+            low, high = _chunk_bounds(shape[:, dim], part, parts)
             offset[:, dim] = np.where(ndim > dim, low, 0)
             size[:, dim] = np.where(ndim > dim, high - low, shape[:, dim])
     # Why: an empty part needs no bytes, wherever it would begin.
@@ -240,7 +240,7 @@ def _held_by(
     return offset, size
 
 
-def _cut(length: Int64Array, part: Any, parts: Any) -> tuple[Int64Array, Int64Array]:
+def _chunk_bounds(length: Int64Array, part: Any, parts: Any) -> tuple[Int64Array, Int64Array]:
     """Returns start and end of a part, as `torch.chunk` and DTensor cut."""
     step = -(-length // parts)
     return np.minimum(part * step, length), np.minimum((part + 1) * step, length)
@@ -355,7 +355,7 @@ def _even_boxes(shape: tuple[int, ...], parts: Sequence[int]) -> RankBoxes:
         )
     counts = np.array([*parts, *[1] * (len(shape) - len(parts))], np.int64)
     at = np.indices(counts.tolist()).reshape(len(counts), -1).T
-    low, high = _cut(np.array(shape, np.int64), at, counts)
+    low, high = _chunk_bounds(np.array(shape, np.int64), at, counts)
     return RankBoxes(shape, np.arange(len(at), dtype=np.int64), low, high - low)
 
 
@@ -372,9 +372,9 @@ def shard_layout(boxes: RankBoxes, name: str, dtype: str, num_bytes: int) -> Pic
     flat = _flat(boxes, dims)
     width, height = _extent(flat, 380)
     label = f"Layout of a tensor of shape {boxes.shape} over {boxes}"
-    parts = [_panel(flat, len(dims), _EDGE, width, height), _legend(boxes, _ROOF + height + 20)]
+    parts = [_draw_map(flat, len(dims), _EDGE, width, height), _legend(boxes, _ROOF + height + 20)]
     drawing = draw.svg(WIDTH, _ROOF + height + 34, *parts, label=label)
-    return draw.pictured(*_heading(boxes, flat, dims, name, dtype, num_bytes), drawing)
+    return draw.pictured(*_draw_heading(boxes, flat, dims, name, dtype, num_bytes), drawing)
 
 
 def reshard_layout(
@@ -407,17 +407,17 @@ def reshard_layout(
     second, bottom = _EDGE + width + 90, _ROOF + height + 20
     parts = [
         draw.text(_EDGE, 12, f"stored by {before}"),
-        _panel(old, len(dims), _EDGE, width, height),
+        _draw_map(old, len(dims), _EDGE, width, height),
         draw.text(second - 50, _ROOF + height / 2, "→", font_size=20),
         draw.text(second, 12, f"loaded by {after}"),
-        _panel(old, len(dims), second, width, height, new),
+        _draw_map(old, len(dims), second, width, height, new),
         _legend(before, bottom),
     ]
-    takes = _takes(before, after, ITEMSIZE.get(dtype, 1))
+    takes = _bars_by_source(before, after, ITEMSIZE.get(dtype, 1))
     drawn, bottom = draw.bars(takes, 100, bottom + 20, len(after.rank) - len(takes))
     label = f"A tensor stored by {before} and loaded by {after}"
     drawing = draw.svg(WIDTH, bottom + 4, *parts, drawn, label=label)
-    return draw.pictured(*_heading(before, old, dims, name, dtype, num_bytes), drawing)
+    return draw.pictured(*_draw_heading(before, old, dims, name, dtype, num_bytes), drawing)
 
 
 def _drawn_dims(boxes: RankBoxes) -> list[int]:
@@ -440,7 +440,7 @@ def _flat(boxes: RankBoxes, dims: Sequence[int]) -> RankBoxes:
     return RankBoxes(shape, boxes.rank[keep], offset, size)
 
 
-def _heading(
+def _draw_heading(
     boxes: RankBoxes, flat: RankBoxes, dims: Sequence[int], name: str, dtype: str, num_bytes: int
 ) -> tuple[str, str]:
     shape = "×".join(map(str, boxes.shape)) or "scalar"
@@ -461,7 +461,7 @@ def _extent(flat: RankBoxes, most: float) -> tuple[float, float]:
     return max(140.0, most / max(ratio, 1.0)), min(max(44.0, most * ratio * 0.7), most * 0.75)
 
 
-def _panel(
+def _draw_map(
     flat: RankBoxes,
     ndim: int,
     x: float,
@@ -521,7 +521,7 @@ def _legend(boxes: RankBoxes, y: float) -> str:
     return draw.legend(_EDGE, y, [*meant, *([("none", f"… and {more} more")] if more > 0 else [])])
 
 
-def _takes(before: RankBoxes, after: RankBoxes, itemsize: int) -> list[Bar]:
+def _bars_by_source(before: RankBoxes, after: RankBoxes, itemsize: int) -> list[Bar]:
     """Returns bars of the bytes that each rank of a load takes from each rank that stored them."""
     rows, sources = [], np.unique(before.rank, return_inverse=True)[1].reshape(-1)
     columns = (after.rank[:MOST_BARS].tolist(), after.offset, after.size)

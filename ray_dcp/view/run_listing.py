@@ -224,7 +224,7 @@ def folder_state(files: Mapping[str, int], slots: Slots) -> StateFound:
     known |= {vote.attempt for vote in decides.decided} if decides is not None else set()
     pending = tuple(sorted(attempts_of(files) - known))
     if isinstance(decides, Manifest):
-        wrong = _wrong(files, decides)
+        wrong = _find_wrong_files(files, decides)
         state: State = "damaged" if wrong else "committed"
         return StateFound(state, "; ".join(wrong), decides, pending)
     # Why by name: reading the `.metadata` of a large checkpoint takes seconds.
@@ -257,7 +257,7 @@ def wrong_lengths(storage: Storage, checkpoint: Checkpoint) -> list[str]:
     """
     files = {entry.key: entry.num_bytes for entry in storage.list()}
     if checkpoint.manifest is not None:
-        return _wrong(files, checkpoint.manifest)
+        return _find_wrong_files(files, checkpoint.manifest)
     return [
         f"{key} has {files[key]} bytes, and needs {end}" if key in files else f"{key} is missing"
         for key, end in needed_lengths(checkpoint.table).items()
@@ -272,7 +272,7 @@ def needed_lengths(table: ChunkTable) -> dict[str, int]:
     return dict(zip(table.files, ends.tolist(), strict=True))
 
 
-def _wrong(files: Mapping[str, int], manifest: Manifest) -> list[str]:
+def _find_wrong_files(files: Mapping[str, int], manifest: Manifest) -> list[str]:
     return [
         f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
         if entry.key in files
@@ -383,7 +383,7 @@ def list_checkpoints(
             run = (steps[-1] if steps else item[0]).rpartition("/")[0]
             files = shared.get(run, _SharedFiles())
             try:
-                found.append(_look(storage, root, *item, files, run, is_item=bool(steps)))
+                found.append(_list_one(storage, root, *item, files, run, is_item=bool(steps)))
             except StorageError as error:
                 found.append(_unreadable(item[0], run, error.message, sum(item[1].values())))
             if told is not None:
@@ -473,7 +473,7 @@ def folders_above(path: str) -> Iterator[str]:
         yield path
 
 
-def _look(
+def _list_one(
     storage: Storage,
     root: AnyPlace,
     directory: str,
@@ -485,7 +485,7 @@ def _look(
 ) -> ListedCheckpoint:
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
     name_in_run = directory.removeprefix(f"{run}/")
-    slot, found, files = _found(storage, root, directory, files)
+    slot, found, files = _read_state(storage, root, directory, files)
     manifest, detail = found.manifest, found.detail
     info, row = None, shared.rows.get(name_in_run)
     if manifest is not None and row is not None and row.attempt == manifest.attempt:
@@ -524,7 +524,7 @@ def _look(
     )
 
 
-def _found(
+def _read_state(
     storage: Storage, root: AnyPlace, directory: str, files: Mapping[str, int]
 ) -> tuple[int, StateFound, Mapping[str, int]]:
     """Returns the slot of the deciding record, the state, and the files of a directory."""
@@ -545,7 +545,7 @@ def _found(
 
 
 def _found_now(storage: Storage) -> tuple[int, StateFound, Mapping[str, int]]:
-    """Returns slot, state and files like `_found`, from a record and a listing that are consistent.
+    """Returns what `_read_state` does, from a record and a listing that are consistent.
 
     The files of a commit exist before its record, and are removed after the next record. Files are
     therefore listed after the record was read; missing files are damage if the record still

@@ -254,11 +254,11 @@ class RunView:
 
         Before an item of a step, that is the item of the same name in an earlier step.
         """
-        return self._before.get(step.name)
+        return self._predecessors.get(step.name)
 
     # Why all at once: a table of 10,000 steps asks for each.
     @cached_property
-    def _before(self) -> Mapping[str, StepView | None]:
+    def _predecessors(self) -> Mapping[str, StepView | None]:
         newest: dict[tuple[str, str], StepView] = {}
         found: dict[str, StepView | None] = {}
         for (item, *_), step in ((_order(one), one) for one in sorted(self.steps, key=_order)):
@@ -530,7 +530,7 @@ def open_checkpoint(path: AnyPlace) -> CheckpointView:
     if isinstance(found, CheckpointView):
         return found
     raise CheckpointNotFoundError(
-        f"expected one checkpoint in {found.url}, found {_found(found.steps)}; open one of them, "
+        f"expected one checkpoint in {found.url}, found {_summary(found.steps)}; open one of them, "
         f"as open_checkpoint('{found.url}@latest'), or the run with open_run"
     )
 
@@ -645,7 +645,7 @@ def choose(
     known = [*tags, *(one.name for one in listed), "latest", "best"]
     raise CheckpointNotFoundError(
         f"expected a tag or a folder {text!r} in {url}, found "
-        f"{f'the tags {few(tags)}' if tags else 'no tags'} and {_found(listed)}"
+        f"{f'the tags {few(tags)}' if tags else 'no tags'} and {_summary(listed)}"
         + nearest(text, known)
     )
 
@@ -750,7 +750,7 @@ def _by_number(listed: Sequence[Listed], step: int, url: str) -> Listed:
     close = sorted(numbers, key=lambda number: abs(number - step))[:3]
     hint = f"; nearest: {', '.join(map(str, sorted(close)))}" if close else ""
     raise CheckpointNotFoundError(
-        f"expected step {step} in {url}, found {_found(listed)}{hint}", step=step
+        f"expected step {step} in {url}, found {_summary(listed)}{hint}", step=step
     )
 
 
@@ -802,10 +802,10 @@ def _latest(listed: Sequence[Listed], url: str, damaged: bool) -> Listed:
             f"expected a committed step in {url}, found {len(runs)} runs below it: {few(runs)}; "
             f"name one of them, as {url.rstrip('/')}/{runs[-1]}@latest"
         )
-    raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_found(listed)}")
+    raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_summary(listed)}")
 
 
-def _found(listed: Sequence[ListedCheckpoint]) -> str:
+def _summary(listed: Sequence[ListedCheckpoint]) -> str:
     return f"the steps {few(_steps(listed))}" if listed else "no checkpoint"
 
 

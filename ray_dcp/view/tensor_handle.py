@@ -59,7 +59,7 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
     """
     parts = _complete(index if isinstance(index, tuple) else (index,), shape)
     pairs = zip(parts, shape, strict=True)
-    chosen = [_one(part, length, axis) for axis, (part, length) in enumerate(pairs)]
+    chosen = [_index_dimension(part, length, axis) for axis, (part, length) in enumerate(pairs)]
     offset, size, rest = zip(*chosen, strict=True) if chosen else ((), (), ())
     return Selection(offset, size, rest)
 
@@ -78,7 +78,7 @@ def _complete(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
     return [*index[:at], *missing, *index[at + len(where) :]]
 
 
-def _one(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
+def _index_dimension(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
     """Returns start and length of the box in one dimension, and the index to apply to it."""
     try:
         found = range(length)[operator.index(part) if type(part) is not slice else part]
@@ -193,9 +193,9 @@ class TensorHandle:
             CoverageError: The checkpoint lacks some of the selected elements.
             StorageError: The storage failed.
         """
-        selected = self._selected(index, "i")
+        selected = self._select(index, "i")
         if selected is None:
-            return self._opaque()[index]
+            return self._load_by_torch()[index]
         if self.dtype in NUMPY_DTYPES:
             return selected
         import torch
@@ -224,7 +224,7 @@ class TensorHandle:
             InvalidRequestError: Only `torch.load` can read the stored bytes.
             CheckpointError: As for `handle[index]`.
         """
-        selected = self._selected(index, "u")
+        selected = self._select(index, "u")
         if selected is None:
             raise InvalidRequestError(
                 f"{self.name!r} is a pickled tensor subclass; index the handle instead",
@@ -249,7 +249,7 @@ class TensorHandle:
             raise InvalidRequestError(f"{self.name!r} lies on storage: reading it makes a copy")
         return np.asarray(self[...], dtype=dtype)
 
-    def _selected(self, index: Any, stands_in: str) -> npt.NDArray[Any] | None:
+    def _select(self, index: Any, stands_in: str) -> npt.NDArray[Any] | None:
         """Returns the selected part; None if only `torch.load` can read the stored bytes.
 
         Args:
@@ -300,7 +300,7 @@ class TensorHandle:
         tensor = np.zeros(len(self._chunks), np.int32)
         return replace(self._table, names=(self.name,), tensor=tensor, **part)
 
-    def _opaque(self) -> Any:
+    def _load_by_torch(self) -> Any:
         """Returns a tensor that only `torch.load` can read."""
         chunks = self._chunks
         if len(chunks) != 1:

@@ -147,7 +147,7 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
     """
     with reporting(progress, "verifying", as_target(path).url) as meter:
-        return _reported(lambda found: _verify(path, found, meter))
+        return _run_to_report(lambda found: _verify(path, found, meter))
 
 
 def verify_opened(
@@ -170,20 +170,20 @@ def verify_opened(
         VerifyInterrupted: As for `verify`.
     """
     with reporting(progress, "verifying", storage.url) as meter:
-        return _reported(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
+        return _run_to_report(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
 
 
-def _reported(work: Callable[[Reports], None]) -> VerifyReport:
+def _run_to_report(work: Callable[[Reports], None]) -> VerifyReport:
     """Returns what `work` appends to a list; raises it in a `VerifyInterrupted` after Ctrl-C."""
     found: Reports = []
     try:
         work(found)
     except KeyboardInterrupt as error:
-        raise VerifyInterrupted(_joined(found)) from error
-    return _joined(found)
+        raise VerifyInterrupted(_join_reports(found)) from error
+    return _join_reports(found)
 
 
-def _joined(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
+def _join_reports(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
     """Returns one report of several, without repeated notes."""
     reports = list(reports)
     return VerifyReport(
@@ -202,10 +202,10 @@ def _verify(path: AnyPlace, found: Reports, meter: Meter) -> None:
         try:
             checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
         except DamagedCheckpointError as error:
-            found.append(VerifyReport(0, (_unopenable(storage, error),)))
+            found.append(VerifyReport(0, (_open_problem(storage, error),)))
             return
         _verify_opened(storage, checkpoint, path, found, meter)
-        if _joined(found).ok:
+        if _join_reports(found).ok:
             return
         became = what_became_of(storage, checkpoint)
         if became is None or isinstance(became, CheckpointNotFoundError):
@@ -237,7 +237,7 @@ def _verify_opened(
             is_unread = isinstance(error, StorageError)
             found.append(VerifyReport(0, (), (), what) if is_unread else VerifyReport(0, what))
         finally:
-            found.append(_in_folder(folder, _joined(own)))
+            found.append(_in_folder(folder, _join_reports(own)))
 
 
 def _in_folder(folder: str, report: VerifyReport) -> VerifyReport:
@@ -269,7 +269,7 @@ def items_of(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
     return () if info is None else tuple(info.items.values())
 
 
-def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
+def _open_problem(storage: Storage, error: DamagedCheckpointError) -> Problem:
     """Returns the error that prevents opening a checkpoint, as a problem of a whole file."""
     found = {entry.key: entry.num_bytes for entry in storage.list()}
     # Why not only `key`: it may be a name that the damaged file contains.

@@ -687,7 +687,7 @@ class State:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(save_requests, "_caller", lambda group: group.call)
+    monkeypatch.setattr(save_requests, "_make_caller", lambda group: group.call)
     return Group()
 
 
