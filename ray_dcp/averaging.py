@@ -57,6 +57,7 @@ from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
+from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.run_view import open as open_place
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
@@ -139,7 +140,8 @@ def average(
         What was averaged, taken from the last source, and left out.
 
     Raises:
-        InvalidRequestError: An argument is wrong, or there is no tensor to average.
+        InvalidRequestError: An argument is wrong, there is no tensor to average, or `out` names a
+            step as `RUN@STEP`.
         StateDictError: The sources differ in names, shapes or dtypes, or have tensors that can't be
             averaged; the message lists all of them. Nothing was written.
         CheckpointExistsError: There are files of a checkpoint at `out`.
@@ -239,6 +241,7 @@ def plan_average(
     cast = float_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
     numbers = _checked_weights(weights, len(sources))
     target = open_storage(out)
+    check_no_step(out, "out")
     views = tuple(map(_open, sources))
     optimizers = set[str]().union(*(_optimizer_names(view.names) for view in views))
 

@@ -38,6 +38,7 @@ from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
+from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
 
@@ -151,8 +152,9 @@ def export(
         The plan that was carried out, with the names that were left out.
 
     Raises:
-        InvalidRequestError: Nothing matches, an argument is invalid, the target exists, or the
-            source is a step of several items: only `dcp` copies it whole.
+        InvalidRequestError: Nothing matches, an argument is invalid, the target exists or names a
+            step as `RUN@STEP`, or the source is a step of several items: only `dcp` copies it
+            whole.
         UnsupportedValueError: The format lacks a dtype.
         StorageError: There is not enough space (checked before anything is written), the storage
             failed, or the checkpoint was replaced after the view was opened.
@@ -231,8 +233,8 @@ def import_checkpoint(
     Raises:
         CheckpointNotFoundError: The source does not exist.
         CheckpointExistsError: The target has files of a checkpoint.
-        InvalidRequestError: Nothing matches, an argument is invalid, or the source is a step of
-            several items.
+        InvalidRequestError: Nothing matches, an argument is invalid, the target names a step as
+            `RUN@STEP`, or the source is a step of several items.
         UnsafeCheckpointError: The file would run code.
         StorageError: There is not enough space, or a storage failed.
         CheckpointError: The source can't be read.
@@ -240,6 +242,7 @@ def import_checkpoint(
     check_patterns(include, "include")
     check_source(source)
     check_free(open_storage(target))
+    check_no_step(target, "target")
     source = _plain_path(source)
     path = Path(source)
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
@@ -283,6 +286,7 @@ def copy(
     Raises:
         CheckpointExistsError: The target has files of a checkpoint, or another process wrote one
             there in the meantime.
+        InvalidRequestError: The target names a step as `RUN@STEP`.
         CommitUnknownError: The storage did not report whether the copy was committed.
         DamagedCheckpointError: A file is missing or has another length.
         StorageError: There is not enough space, or a storage failed.
@@ -298,6 +302,7 @@ def copy(
     with still_there(view):
         plan = plan_copy(view.storage, view.checkpoint)
         check_space(target, plan.num_bytes)
+        check_no_step(target, "target")
         place = target_of(target, None)
         with reporting(progress, "copying", place.url) as meter:
             meter.expect(sum(num_bytes for _, num_bytes in plan.files))
@@ -419,6 +424,7 @@ def _check_target(plan: ExportPlan) -> None:
             f"the result; or copy the checkpoint as it is",
             key="target",
         )
+    check_no_step(plan.target, "target")
     path = Path(plan.target)
     if plan.format in ("safetensors", "torch"):
         if path.is_dir() or path.is_symlink() or path.exists():

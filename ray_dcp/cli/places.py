@@ -280,25 +280,6 @@ def check_answers(url: str) -> None:
     read_if_there(open_storage(Target(url, options)), ".metadata", 1)
 
 
-def check_target(text: str) -> None:
-    """Checks that a text to write to names no step.
-
-    *Why*: a folder that is called RUN@STEP would be taken for that step from then on.
-
-    Raises:
-        InvalidRequestError: The text names a step of a run.
-        StorageError: The run can't be listed.
-    """
-    run, step = _split(text)
-    if step is not None:
-        with suppress(CheckpointNotFoundError):
-            run_at(run)
-            raise InvalidRequestError(
-                f"expected a path to write to, but {text} names a step of the run {run}: give the "
-                f"path of its folder"
-            )
-
-
 def _steps_of(text: str) -> str:
     """Returns a hint how to name a step of a run; "" if the text is not a run."""
     found = [one for one in steps_of_run(text) if one.name != "." and one.is_readable]

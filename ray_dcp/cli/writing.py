@@ -34,7 +34,6 @@ from ray_dcp.cli.places import (
     address_of,
     addresses_of,
     check_answers,
-    check_target,
     checkpoint_at,
     kept,
     run_at,
@@ -81,7 +80,7 @@ from ray_dcp.store.storage import Storage, is_full, read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_listing import FOREIGN, folders_above
-from ray_dcp.view.run_view import StepView, read_run
+from ray_dcp.view.run_view import StepView, check_no_step, read_run
 from ray_dcp.view.verify import Problem, items_of
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, few, size_text
@@ -126,7 +125,6 @@ def export(
     The export is streamed: memory holds at most one tensor. Free disk space is checked first.
     safetensors and hf contain tensors only; objects that they leave out are listed.
     """
-    check_target(target)
     address = address_of(source)
     view = address.open(source)
     if model_only:
@@ -181,7 +179,7 @@ def import_(
 
     check_source(source)
     check_answers(target)
-    check_target(target)
+    check_no_step(target, "target")
     check_free(open_storage(target))
     value = {"source": source, "target": target, "dry_run": dry_run}
     if dry_run:
@@ -219,7 +217,7 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     damaged step is not copied, and the exit status is 1.
     """
     check_answers(target)
-    check_target(target)
+    check_no_step(target, "target")
     is_run, found = addresses_of(source)
     copies = []
     for one in found:
@@ -474,7 +472,6 @@ def average(
         raise InvalidRequestError("give --weights or --ema, not both")
     addresses = _newest(sources, last) if last is not None else [address_of(one) for one in sources]
     check_answers(out)
-    check_target(out)
     check_free(open_storage(out))
     numbers = decayed(ema, len(addresses)) if ema is not None else weights or None
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -597,6 +597,39 @@ def split_address(text: str) -> tuple[str, str | None]:
     return run, step
 
 
+def check_no_step(place: AnyPlace, name: str) -> None:
+    """Checks that a place to write to does not name a step, as `RUN@STEP` does.
+
+    *Why*: a folder that is called RUN@STEP would be taken for that step from then on.
+
+    Args:
+        place: The argument that the user passed.
+        name: Name of the argument.
+
+    Raises:
+        InvalidRequestError: The place names a step of a run.
+        StorageError: The run can't be listed.
+    """
+    target = as_target(place)
+    root, step = split_address(target.url)
+    # Why check for a folder: "@" may be part of its name.
+    if step is None or os.path.exists(target.url):
+        return
+    run = read_run(replace(target, url=root))
+    listed = [one for one in run.steps if one.name != "."]
+    named = {key for one in listed for key in (one.name, *one.tags)}
+    if listed and (step in named or _is_number(step) or re.fullmatch("latest|best(:.*)?", step)):
+        raise InvalidRequestError(
+            f"expected a path to write to, but {target.url} names a step of the run {root}: "
+            f"give the path of its folder",
+            key=name,
+        )
+
+
+def _is_number(key: str) -> bool:
+    return key.lstrip("+").isdecimal()
+
+
 def choose(
     listed: Sequence[Listed], key: int | str, *, url: str = "", damaged: bool = False
 ) -> Listed:
@@ -625,7 +658,7 @@ def choose(
     by_name = [one for one in listed if one.name == text]
     if by_name:
         return by_name[0]
-    if text.lstrip("+").isdecimal():
+    if _is_number(text):
         return _by_number(listed, int(text), url)
     if text == "latest":
         return _latest(listed, url, damaged)

@@ -429,6 +429,8 @@ def test_a_step_of_a_run_is_no_target(run: Path, tmp_path: Path):
         assert "names a step of the run" in refused(*call)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.pt"]
     assert invoke("cp", one, tmp_path / "user@host").exit_code == 0
+    for name in ("run@30.safetensors", "run@v2.safetensors"):
+        assert invoke("export", one, tmp_path / name).exit_code == 0
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -10,6 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,26 @@ def test_groups_of_optimizers_list_parameters_by_their_new_names(num_steps: int,
     read = ray_dcp.read_state_dict(tmp_path / "a", key_map=names.__getitem__)
     expected = "body" if num_steps else "net"
     assert read["optimizer"]["param_groups"][0]["params"][0] == f"{expected}.weight"
+
+
+def test_a_step_of_a_run_is_no_target(tmp_path: Path):
+    state = {"w": torch.ones(2)}
+    run, one = tmp_path / "run", str(tmp_path / "run" / "step-1")
+    ray_dcp.save(state, checkpoint_id=one)
+    torch.save(state, tmp_path / "w.pt")
+    for step in ("1", "2", "latest", "best", "step-1"):
+        target = f"{run}@{step}"
+        for write in (
+            partial(ray_dcp.copy, one, target),
+            partial(ray_dcp.average, [one], target),
+            partial(ray_dcp.export, one, target, "dcp"),
+            partial(ray_dcp.import_checkpoint, tmp_path / "w.pt", target),
+        ):
+            with pytest.raises(InvalidRequestError, match="names a step of the run"):
+                write()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.pt"]
+    for target in (f"{run}@v2", f"{one}@2"):
+        assert ray_dcp.copy(one, target)["w"][...].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
