@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
-from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import available_protocols
@@ -536,16 +535,19 @@ def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSys
 
 def _path_in_fsspec(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFileSystem, str]:
     path = str(filesystem._strip_protocol(url))
-    while isinstance(filesystem, DirFileSystem | AsyncFileSystemWrapper):
-        if isinstance(filesystem, AsyncFileSystemWrapper):
-            # Why: its `find` is that of the wrapped one, and its `mv` looks like a filesystem's.
+    while True:
+        if isinstance(filesystem, AsyncFileSystem) and hasattr(filesystem, "sync_fs"):
+            # This is an AsyncFileSystemWrapper, a class that fsspec has only since 2024.12. Why
+            # unwrap it: its `find` is that of the wrapped one, its `mv` looks like a filesystem's.
             filesystem = filesystem.sync_fs
-            continue
-        head = f"{filesystem.path}/"
-        # Why: a `Target` made from such a filesystem contains the whole path already.
-        path = path if path.startswith(head) or path == filesystem.path else filesystem._join(path)
-        filesystem = filesystem.fs
-    return filesystem, path
+        elif isinstance(filesystem, DirFileSystem):
+            head = f"{filesystem.path}/"
+            # Why: a `Target` made from such a filesystem contains the whole path already.
+            is_whole = path.startswith(head) or path == filesystem.path
+            path = path if is_whole else filesystem._join(path)
+            filesystem = filesystem.fs
+        else:
+            return filesystem, path
 
 
 def _path_in_arrow(filesystem: Any, url: str) -> tuple[Any, str]:

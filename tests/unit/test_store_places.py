@@ -8,6 +8,8 @@ import itertools
 import logging
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -479,6 +481,19 @@ def test_an_asynchronous_wrapper_of_the_local_filesystem_is_the_local_filesystem
     ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=place)
     assert open_storage(place).traits == LocalStorage(f"{tmp_path}").traits
     assert open_storage(place).traits.durable
+
+
+def test_an_fsspec_without_an_asynchronous_wrapper_is_enough(tmp_path: Path):
+    code = f"""
+import sys
+sys.modules["fsspec.implementations.asyn_wrapper"] = None  # fsspec has it since 2024.12.
+import fsspec, ray_dcp, torch
+from ray_dcp import Location
+place = Location({str(tmp_path / "a")!r}, filesystem=fsspec.filesystem("file"))
+ray_dcp.save({{"w": torch.ones(2)}}, checkpoint_id=place)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert ray_dcp.open(tmp_path / "a").names == ("w",)
 
 
 class GoneError(OSError):
