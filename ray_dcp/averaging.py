@@ -418,7 +418,7 @@ def _split(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...],
     """Yields offset and size of parts of at most `most` elements, each contiguous in C order.
 
     Examples:
-        >>> list(_cut((3, 4), 8))
+        >>> list(_split((3, 4), 8))
         [((0, 0), (2, 4)), ((2, 0), (1, 4))]
     """
     if prod(shape) <= most:

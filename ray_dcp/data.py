@@ -912,7 +912,7 @@ def _union(parts: Sequence[Runs]) -> Runs:
     """Returns the union of sets.
 
     Examples:
-        >>> _joined([_runs_of([1, 2, 7]), _runs_of([3, 7, 8])]).tolist()
+        >>> _union([_runs_of([1, 2, 7]), _runs_of([3, 7, 8])]).tolist()
         [[1, 4], [7, 9]]
     """
     every = np.concatenate(parts)

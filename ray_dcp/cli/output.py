@@ -181,9 +181,9 @@ def _wrap(text: str, most: int) -> list[str]:
     """Returns the lines of a text, which break after a separator where that is possible.
 
     Examples:
-        >>> _wrapped("model.layers.17.attention.weight", 16)
+        >>> _wrap("model.layers.17.attention.weight", 16)
         ['model.layers.17.', 'attention.weight']
-        >>> _wrapped("w", 16), _wrapped("a" * 20, 16)
+        >>> _wrap("w", 16), _wrap("a" * 20, 16)
         (['w'], ['aaaaaaaaaaaaaaaa', 'aaaa'])
     """
     lines = []
