@@ -102,7 +102,7 @@ def show(
         raise became
     names = [name for name in view.names if pattern is None or fnmatchcase(name, pattern)]
     if says(JSON):
-        told({**_tensor_rows(view, names), "problems": wrong})
+        told({**_tensors_value(view, names), "problems": wrong})
         if wrong:
             sys.exit(1)
         return
@@ -228,7 +228,7 @@ def _shown_run(run: RunView) -> dict[str, Any]:
     }
 
 
-def _tensor_rows(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
+def _tensors_value(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
     tensors = {}
     for name in names:
         info = view.tensors.get(name)

@@ -303,7 +303,7 @@ class _Copy:
                 self.num_files, self.num_bytes = _count_files(view)
             check_free(open_storage(self._target))
 
-        self._attempt(look)
+        self._try(look)
 
     def run(self, target: str, meter: Meter, number: int, *, verify: bool) -> None:
         """Copies the checkpoint, with its tags and its note.
@@ -322,7 +322,7 @@ class _Copy:
             self.state = "copied"
 
         if self.state == "planned":
-            self._attempt(act)
+            self._try(act)
         if self.state not in ("copied", "there"):
             return
         if self.in_run and self.source.step is not None:
@@ -339,7 +339,7 @@ class _Copy:
         damages = [f"  damaged: {problem}" for problem in self.problems]
         return [f"{self.source.name}: {result}", *damages]
 
-    def _attempt(self, act: Callable[[], None]) -> None:
+    def _try(self, act: Callable[[], None]) -> None:
         """Calls `act`; handles that a step of a run is replaced, deleted or damaged meanwhile."""
         for number in range(_MOST_TRIES):
             try:
@@ -616,7 +616,7 @@ class _Marks:
         self.readers: tuple[str, ...] = ()
         if self._step is not None and run and not run.endswith("/"):
             self._shared = open_storage(place_below(self._run, SHARED_FOLDER))
-            self._read_tags()
+            self._read_marks()
 
     def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
         """Deletes the step as it was read, unless it has been protected or replaced since."""
@@ -634,7 +634,7 @@ class _Marks:
         mark = Announced(self._step, new_attempt(), self._name)
         freeing(self._shared, partial(self._shared.write, mark.key, b""))
         try:
-            self._read_tags()
+            self._read_marks()
             _check_deletable(self._view, self, force=force)
             with self._taken_away(self._shared, self._step):
                 work = partial(
@@ -682,7 +682,7 @@ class _Marks:
                 shared.write(key, data)
             raise
 
-    def _read_tags(self) -> None:
+    def _read_marks(self) -> None:
         if self._shared is None:
             return
         found = tags_in(entry.key for entry in self._shared.list(f"{TAGS}{self._step}."))

@@ -86,13 +86,13 @@ class LoadMachine(Operation):
             case "joining", LoadJoin():
                 self._admit(request)
             case "planning", LoadReady() if 0 <= request.rank < self.world_size:
-                self._record(request, request.error)
+                self._record_request(request, request.error)
                 if request.needs is not None:
                     self._needs[request.rank] = request.needs
                 if request.untaken is not None:
                     self._untaken[request.rank] = request.untaken
             case "reading", LoadDone() if 0 <= request.rank < self.world_size:
-                self._record(request, request.error)
+                self._record_request(request, request.error)
                 self._done.append(request.counts)
             case _:
                 raise self._unexpected(f"{type(request).__name__} of rank {request.rank}")

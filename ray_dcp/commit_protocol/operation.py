@@ -372,9 +372,9 @@ class Operation(ABC):
 
     def _admit(self, request: Opening) -> None:
         self._openings[request.rank] = compact(request)
-        self._record(request, request.error)
+        self._record_request(request, request.error)
 
-    def _record(self, request: Request, error: CheckpointError | None) -> None:
+    def _record_request(self, request: Request, error: CheckpointError | None) -> None:
         self._log(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
         self._waiting[request.rank, step_of(request)] = None
         self._barrier.note(request.rank, error)

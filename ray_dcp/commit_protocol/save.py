@@ -336,12 +336,12 @@ class SaveMachine(Operation):
             case "writing", SaveReceipt():
                 # Also from a rank of an asynchronous save that found no stager.
                 self._left.get(request.rank, set()).clear()
-                self._record(request, request.error)
+                self._record_request(request, request.error)
                 self._receipts.extend(request.files)
                 return self._check_barrier()
             case "writing", SaveJoin() if self._planned_in != self._epoch:
                 # The save was resumed, and this rank had not received its part of the plan.
-                self._record(request, went_ahead(self.key, request.rank))
+                self._record_request(request, went_ahead(self.key, request.rank))
                 return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
                 self._holders.setdefault(request.rank, set()).add(request.stager)
@@ -438,7 +438,7 @@ class SaveMachine(Operation):
         if self.phase == "joining":
             self._admit(join)
         else:
-            self._record(join, join.error)
+            self._record_request(join, join.error)
         return self._check_barrier()
 
     def _all_arrived(self) -> Commands:

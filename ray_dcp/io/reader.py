@@ -416,7 +416,11 @@ class TargetFiller:
         start, low = numbers.read_start[pair] - span_low, numbers.read_low[pair]
         part = view[start : start + numbers.read_bytes[pair]]
         return self._verifier.check(
-            self._chunk[pair], low, part, low, self._retry(pair, numbers.read_start[pair], part)
+            self._chunk[pair],
+            low,
+            part,
+            low,
+            self._make_retry(pair, numbers.read_start[pair], part),
         )
 
     def _copy_simple(self, pairs: Sequence[int], view: memoryview, span_low: int) -> int:
@@ -453,7 +457,7 @@ class TargetFiller:
             for pair, value, start, count in zip(pairs, found, starts, counts, strict=True):
                 part = view[start : start + count]
                 if value != expected[pair]:
-                    self._retry(pair, numbers.chunk_start[pair], part)()
+                    self._make_retry(pair, numbers.chunk_start[pair], part)()
                     if check(part) != expected[pair]:
                         raise self._verifier.damaged(self._chunk[pair], 0)
         return sum(1 for pair in pairs if has_check[pair])
@@ -462,7 +466,7 @@ class TargetFiller:
         """Reads and verifies whole blocks of a chunk, from byte `low` on; returns their number."""
         file, start = self._pairs.file[pair], self._pairs.place[pair] + low
         self._load(file, start, view)
-        again = self._retry(pair, start, view)
+        again = self._make_retry(pair, start, view)
         return self._verifier.check(self._chunk[pair], low, view, self._pairs.read_low[pair], again)
 
     def _do_direct(self, job: DirectRead) -> tuple[int, int]:
@@ -579,7 +583,7 @@ class TargetFiller:
                     return
         self._sink.done(row)
 
-    def _retry(self, pair: int, start: int, view: memoryview) -> Callable[[], None]:
+    def _make_retry(self, pair: int, start: int, view: memoryview) -> Callable[[], None]:
         """Returns a function that fills a view once more, from storage."""
         key = self._table.files[int(self._geo.file[pair])]
         return partial(read_stored, behind(self._storage), key, start, view)

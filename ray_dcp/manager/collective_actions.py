@@ -411,7 +411,7 @@ class CollectiveActions:
         details: Mapping[str, Any],
         progress: ShowProgress,
     ) -> bool:
-        place, states = self._choose_target(step, state_dict, force, details)
+        place, states = self._begin_step(step, state_dict, force, details)
         if place is None:
             return False
         with self._record_outcome(place):
@@ -445,7 +445,7 @@ class CollectiveActions:
         Raises:
             CheckpointError: As `CheckpointManager.save_async`.
         """
-        place, states = self._choose_target(step, state_dict, force, details)
+        place, states = self._begin_step(step, state_dict, force, details)
         if place is None:
             return False
         try:
@@ -512,10 +512,10 @@ class CollectiveActions:
                     ) from unknown
             raise
 
-    def _choose_target(
+    def _begin_step(
         self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]
     ) -> tuple[StepTarget | None, dict[str, Any]]:
-        """Returns the place of a step, and its states by item; None if the step is not due."""
+        """Begins a step that is due; returns its place (None if it is not), and states by item."""
         self.settings.names.name_of(step)
         if not force and self._due_alone(step) is False:
             return None, {}
@@ -693,7 +693,7 @@ class CollectiveActions:
             def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
                 return [
                     (one.step, one.name, {} if one.info is None else dict(one.info.items))
-                    for one in self._choose(wanted, leases, left)
+                    for one in self._choose_steps(wanted, leases, left)
                 ]
 
             told = self.agree(f"which step is {wanted!r}", decide)
@@ -719,7 +719,9 @@ class CollectiveActions:
             skipped=tuple(skipped),
         )
 
-    def _choose(self, wanted: Wanted, leases: ExitStack, left: threading.Event) -> list[StepFound]:
+    def _choose_steps(
+        self, wanted: Wanted, leases: ExitStack, left: threading.Event
+    ) -> list[StepFound]:
         """Returns the steps to try, after protecting the first one from deletion. On rank 0.
 
         Args:

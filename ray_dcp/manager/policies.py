@@ -727,11 +727,11 @@ def superfluous(
     known = [facts for facts in known if waits <= facts.metrics.keys()]
     if policy is None or not known:
         return ()
-    kept = {known[-1].step, *protected, *_keep(policy, known)}
+    kept = {known[-1].step, *protected, *_kept_steps(policy, known)}
     for value in (-math.inf, math.inf) if unknown else ():
         guess = {name: value for facts in known for name in facts.metrics}
         guesses = [replace(one, metrics=guess) for one in unknown]
-        kept |= _keep(policy, sorted([*known, *guesses], key=_step_of))
+        kept |= _kept_steps(policy, sorted([*known, *guesses], key=_step_of))
     return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
@@ -858,7 +858,7 @@ def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool
     return answers
 
 
-def _keep(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
+def _kept_steps(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
     answers = zip(steps, answers_of(policy, steps), strict=True)
     return {facts.step for facts, is_kept in answers if is_kept}
 

@@ -70,14 +70,14 @@ class Item:
 
     def planner_for_save(self) -> SavePlanner | None:
         """Returns a planner for one save."""
-        return _try_make(self.save_planner, SavePlanner, LoadPlanner)
+        return _make_planner(self.save_planner, SavePlanner, LoadPlanner)
 
     def planner_for_load(self) -> LoadPlanner | None:
         """Returns a planner for one load."""
-        return _try_make(self.load_planner, LoadPlanner, SavePlanner)
+        return _make_planner(self.load_planner, LoadPlanner, SavePlanner)
 
 
-def _try_make(make: Callable[[], T] | None, expected: type, other: type) -> T | None:
+def _make_planner(make: Callable[[], T] | None, expected: type, other: type) -> T | None:
     planner = None if make is None else make()
     check_plug_in(planner, "planner", expected, other)
     return planner

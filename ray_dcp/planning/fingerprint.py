@@ -237,7 +237,7 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
     first = known.get(0)
     if first is None or any(rank not in known for rank in probes(world_size)):
         return None
-    if not all(_hold_same_boxes(first, known[rank]) for rank in probes(world_size)):
+    if not all(_hold_same_tensors(first, known[rank]) for rank in probes(world_size)):
         return None
     strides, steps = [1], [np.zeros_like(first.offset)]
     if world_size > 1:
@@ -258,7 +258,7 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
     return Regular(first, tuple(strides), tuple(lengths), np.stack(steps))
 
 
-def _hold_same_boxes(one: Columns, other: Columns) -> bool:
+def _hold_same_tensors(one: Columns, other: Columns) -> bool:
     """Returns whether two ranks hold boxes of the same tensors, in the same order."""
     return (
         one.names == other.names

@@ -327,10 +327,10 @@ class StagedPlans:
         """Asks stagers for the reports that they sent to the earlier coordinator."""
         if saved.resumed is not None and saved.unasked:
             epoch, attempt = saved.resumed
-            asked = [self._keep_shares(key, epoch, attempt, saved, each) for each in saved.unasked]
+            asked = [self._ask_stager(key, epoch, attempt, saved, each) for each in saved.unasked]
             await asyncio.gather(*asked)
 
-    async def _keep_shares(
+    async def _ask_stager(
         self, key: OpKey, epoch: int, attempt: str, saved: _Saved, stager: str
     ) -> None:
         actor, _, _ = stager.partition("#")

@@ -228,7 +228,7 @@ def delete(
         if dry_run:
             return _finish_delete(place, record, dry_run)
         confirm()
-        match _record_abort(target, record, opener):
+        match _commit_deletion(target, record, opener):
             case Won() as won:
                 return _finish_won(place, record, won)
             case Fenced():
@@ -318,7 +318,7 @@ def _delete_record(place: Listing, attempt: str) -> DeleteRecord:
     )
 
 
-def _record_abort(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
+def _commit_deletion(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
     vote = Vote(
         target,
         record.attempt,

@@ -270,20 +270,20 @@ class HeartbeatSender(ABC):
 
     def _died_error(self) -> ParticipantError:
         return ParticipantError(
-            f"Expected {self._who} to live until the end, but its process{self._place} died. Call "
-            f"again",
+            f"Expected {self._who} to live until the end, but its process{self._place_text} died. "
+            f"Call again",
             rank=self._rank,
         )
 
     def _silent_error(self, silent_s: float, why: str) -> DeadlineError:
         return DeadlineError(
-            f"Expected {self._who}{self._place} to answer heartbeats, but it has not for "
+            f"Expected {self._who}{self._place_text} to answer heartbeats, but it has not for "
             f"{silent_s:.0f} s: {why}",
             rank=self._rank,
         )
 
     @property
-    def _place(self) -> str:
+    def _place_text(self) -> str:
         return f" ({self._ack.place})" if self._ack else ""
 
     @property

@@ -412,10 +412,10 @@ class RankSave:
                 "when the storage answers again",
             )
 
-        look = partial(self._read_decision, go, unanswered)
+        look = partial(self._settle_attempt, go, unanswered)
         return run_within(look, timeout_s, Stop(), overdue, unwind_s=0.0)
 
-    def _read_decision(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
+    def _settle_attempt(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
         target, rank = self.target, self.rank
         decision = settle(
             target,

@@ -115,7 +115,7 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         CheckpointError: The ranks' items do not form a checkpoint, or do not have the fingerprints
             that were sent.
     """
-    held = _share_known_items(task)
+    held = _decode_known_items(task)
     held.update(_following(task, held))
     missing = tuple(rank for rank in range(len(task.columns)) if rank not in held)
     if missing:
@@ -135,7 +135,7 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
     return Planned(plan, parts, disagreements=differences(plan.disagreements))
 
 
-def _share_known_items(task: MakePlan) -> dict[int, Columns]:
+def _decode_known_items(task: MakePlan) -> dict[int, Columns]:
     """Returns the items of the ranks whose rows are known; equal ones are shared."""
     known: dict[bytes, Columns] = {}
     found = {}

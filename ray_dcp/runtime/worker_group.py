@@ -281,7 +281,7 @@ class WorkerGroup:
         self._broken = False
         self._closed = False
         started_ray = _ensure_ray()
-        self._finalizer = weakref.finalize(self, _kill, self._ranks, started_ray, OwnProcess())
+        self._finalizer = weakref.finalize(self, _shut_down, self._ranks, started_ray, OwnProcess())
         try:
             self._regroup(world_size)
         except BaseException:
@@ -313,7 +313,7 @@ class WorkerGroup:
             DeadlineError: It took longer than `run_timeout_s`.
         """
         _check_callable("function", function)
-        return self._live_actors("run", function, *args, **kwargs)
+        return self._run_on_all("run", function, *args, **kwargs)
 
     def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Keeps the result of a function on each rank as that rank's `state`.
@@ -327,7 +327,7 @@ class WorkerGroup:
             Exception: As for `run`.
         """
         _check_callable("function", function)
-        self._live_actors("keep", _keep, function, args, kwargs)
+        self._run_on_all("keep", _keep, function, args, kwargs)
 
     def save(
         self,
@@ -347,7 +347,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.save`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._live_actors("save", _save, _sendable(path), make_state, kwargs)[0]
+        return self._run_on_all("save", _save, _sendable(path), make_state, kwargs)[0]
 
     def load(
         self,
@@ -368,7 +368,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.load`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._live_actors("load", _load, _sendable(path), make_state, kwargs)
+        return self._run_on_all("load", _load, _sendable(path), make_state, kwargs)
 
     def resize(self, world_size: int) -> None:
         """Changes the number of ranks, with a new process group among them.
@@ -418,7 +418,7 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"WorkerGroup({self.world_size}, name={self.name!r})"
 
-    def _live_actors(
+    def _run_on_all(
         self, doing: str, function: Callable[..., Any], /, *arguments: Any, **named: Any
     ) -> list[Any]:
         self._check_open()
@@ -588,7 +588,7 @@ def _ensure_ray() -> bool:
     return True
 
 
-def _kill(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
+def _shut_down(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
     """Kills actors, waits until they are gone, and shuts down the Ray that was started for them."""
     if not owner.is_this or not ray.is_initialized():
         return

@@ -361,14 +361,14 @@ class WriteQueue:
     def kept(self, attempt: str) -> TierEntry | None:
         """Returns what is kept of an attempt; None when nothing is."""
         with self._lock:
-            jobs = [job for job in self._staged_jobs() if job.order.key.attempt == attempt]
+            jobs = [job for job in self._kept_jobs() if job.order.key.attempt == attempt]
             files = {file.key: file for job in jobs for file in job.kept_files()}
             return TierEntry(tuple(files.values())) if files else None
 
     def kept_attempts(self) -> set[str]:
         """Returns the attempts of which something is kept."""
         with self._lock:
-            return {job.order.key.attempt for job in self._staged_jobs()}
+            return {job.order.key.attempt for job in self._kept_jobs()}
 
     def lend(self, borrower: Hashable, windows: Sequence[StagedWindow]) -> list[Any]:
         """Returns what others on this node get the bytes of windows by; None for what is gone.
@@ -432,7 +432,7 @@ class WriteQueue:
             and self._budget.is_whole(job.order.key)
         )
 
-    def _staged_jobs(self) -> list[Job]:
+    def _kept_jobs(self) -> list[Job]:
         return [job for job in self._jobs.values() if self._stays(job)]
 
     def _pump(self) -> None:
@@ -520,7 +520,7 @@ class WriteQueue:
         if not self._stays(job):
             (self._forget if job.state.is_forgotten else self._drop)(job)
             return
-        kept = self._staged_jobs()
+        kept = self._kept_jobs()
         gone = too_many(
             [
                 (

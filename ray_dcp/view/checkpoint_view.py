@@ -708,13 +708,13 @@ def diff_checkpoints(
     notes: tuple[str, ...] = ()
     count = f"{len(undecided)} tensors or objects"
     if undecided and read:
-        notes = (f"{count} were read and compared: {_reason(first, second)}",)
+        notes = (f"{count} were read and compared: {_why_undecided(first, second)}",)
     elif undecided:
-        notes = (f"hashes can't decide {count}: {_reason(first, second)}; nothing was read",)
+        notes = (f"hashes can't decide {count}: {_why_undecided(first, second)}; nothing was read",)
     return CheckpointDiff(first, second, tuple(tensors), bytes_read, notes)
 
 
-def _reason(first: CheckpointView, second: CheckpointView) -> str:
+def _why_undecided(first: CheckpointView, second: CheckpointView) -> str:
     without = [view.url for view in (first, second) if view.kind != "native"]
     if without:
         return f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no hashes"

@@ -161,10 +161,13 @@ def _numbers(now: Progress, *, rate: bool = True) -> list[str]:
         (done, unit), total = size_text(now.done_bytes).split(), size_text(now.total_bytes)
         told.append(f"{done if total.endswith(f' {unit}') else f'{done} {unit}'} of {total}")
         told += [f"{size_text(int(now.bytes_per_s))}/s"] if rate else []
-    return [*told, _rounded(now.seconds) if left_s is None else f"{_rounded(left_s)} left"]
+    return [
+        *told,
+        _duration_text(now.seconds) if left_s is None else f"{_duration_text(left_s)} left",
+    ]
 
 
-def _rounded(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     """Returns a duration in whole seconds, minutes, or tenths of hours."""
     if seconds < 100:
         return f"{seconds:.0f} s"

@@ -314,7 +314,7 @@ def scribble(attempt_id: str) -> bool:
     """Changes what this node keeps of an attempt in memory; returns whether it keeps some."""
 
     def spoil(stager: Any) -> bool:
-        kept = [job for job in stager._queue._staged_jobs() if job.order.key.attempt == attempt_id]
+        kept = [job for job in stager._queue._kept_jobs() if job.order.key.attempt == attempt_id]
         for job in kept:
             for window in job.windows.values():
                 window.ref = ray.put([np.frombuffer(run, np.uint8) ^ 255 for run in window._runs])
