@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.messages import Target
@@ -100,7 +99,8 @@ class RayDcpCheckpointIO(CheckpointIO):
         """Returns a checkpoint as it was saved.
 
         Args:
-            path: Path of the directory, or of a file that Lightning saved.
+            path: Path of the directory, or of a file that Lightning saved, which `torch.load`
+                reads.
             map_location: Device of the tensors, or a function of tensor and location as for
                 `torch.load`; the CPU if None.
             weights_only: False allows the checkpoint to execute code. If None, the load options
@@ -116,9 +116,8 @@ class RayDcpCheckpointIO(CheckpointIO):
             options = replace(options, weights_only=weights_only)
         if os.path.isfile(path):
             location: Any = "cpu" if map_location is None else map_location
-            return TorchCheckpointIO().load_checkpoint(
-                os.fspath(path), location, options.weights_only
-            )
+            # Why not Lightning's own plug-in: up to 2.5 it takes no weights_only.
+            return torch.load(path, location, weights_only=options.weights_only)
         view = read_view(path)
         if STRUCTURE not in view.names:
             raise InvalidRequestError(
@@ -147,7 +146,7 @@ class RayDcpCheckpointIO(CheckpointIO):
         """
         self._raise_failures(wait=True)
         if os.path.isfile(path):
-            TorchCheckpointIO().remove_checkpoint(os.fspath(path))
+            os.remove(path)
             return
         parent, _, name = target_of(path, None).url.rstrip("/").rpartition("/")
         # Why: of "memory://name" and "/name", that leaves less than the place above them.

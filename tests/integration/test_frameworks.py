@@ -84,13 +84,15 @@ def test_a_lightning_checkpoint_at_a_url_is_removed(tmp_path, place):
         io.load_checkpoint(path)
 
 
-def test_a_run_that_lightning_saved_in_files_goes_on(tmp_path):
+def test_a_run_that_lightning_saved_in_files_goes_on(tmp_path, monkeypatch):
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
     from ray_dcp.integrations.lightning import RayDcpCheckpointIO
 
     io, path = RayDcpCheckpointIO(), tmp_path / "epoch=1.ckpt"
     TorchCheckpointIO().save_checkpoint({"a": torch.ones(2), "epoch": 1}, path)
+    # Why: Lightning up to 2.5 has no weights_only.
+    monkeypatch.setattr(TorchCheckpointIO, "load_checkpoint", lambda self, path, where=None: None)
     assert str(io.load_checkpoint(path)) == str({"a": torch.ones(2), "epoch": 1})
     assert io.load_checkpoint(path, map_location="meta")["a"].is_meta
     with pytest.raises(CheckpointError, match="choose a path that is no file"):
