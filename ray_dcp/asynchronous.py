@@ -680,9 +680,12 @@ class _Save:
         Returns:
             Whether the thread was started; if not, the save has failed.
         """
+        begun = threading.Lock()
 
         def run() -> None:
             metadata, error = None, None
+            if not begun.acquire(blocking=False):
+                return  # the call was interrupted, and has ended the save
             try:
                 metadata = finish()
             except BaseException as exc:  # noqa: BLE001 - the handle raises it
@@ -701,9 +704,13 @@ class _Save:
             self._session.leave(Left(self._key, error.message), LEAVING_S)
             self._complete(None, error)
             return False
-        except BaseException:
+        except BaseException as error:
             # Why: interrupted before the thread began, nobody would end this save.
-            _running.discard(self)
+            if begun.acquire(blocking=False):
+                _running.discard(self)
+                # The caller got this error; it has no handle to ask for another one.
+                self.handle._looked_at = True
+                self._complete(None, error)
             raise
         return True
 

@@ -12,9 +12,10 @@ import logging
 import math
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
@@ -264,6 +265,7 @@ def plug_ins_of(route: Route) -> tuple[Any, ...]:
 def mark_used(plug_ins: tuple[Any, ...], until: Future[Any]) -> None:
     """Registers that a save in the background uses plug-ins until a future of its is done."""
     _used[until] = plug_ins
+    until.add_done_callback(lambda _: _used.pop(until, None))
 
 
 def await_unused(plug_ins: tuple[Any, ...], options: SaveOptions, rank: int) -> None:
@@ -276,8 +278,6 @@ def await_unused(plug_ins: tuple[Any, ...], options: SaveOptions, rank: int) -> 
     Raises:
         DeadlineError: A save has not ended in the time that a save may take.
     """
-    for future in [one for one in list(_used) if one.done()]:
-        _used.pop(future, None)
     waiting = {
         future: other
         for future, used in list(_used.items())
@@ -285,13 +285,17 @@ def await_unused(plug_ins: tuple[Any, ...], options: SaveOptions, rank: int) -> 
         if any(one is other for one in plug_ins)
     }
     timeout_s = options.plan_timeout_s + options.write_timeout_s + options.commit_timeout_s
-    for future in wait(waiting, timeout_s).not_done:
-        raise DeadlineError(
-            f"Expected the save in the background that uses the same "
-            f"{type(waiting[future]).__name__} to end within {timeout_s:g} s, but it has not; "
-            f"give each save a planner, storage and stager of its own",
-            rank=rank,
-        )
+    until_s = time.monotonic() + timeout_s
+    for future, other in waiting.items():
+        try:
+            future.exception(until_s - time.monotonic())
+        except TimeoutError:
+            raise DeadlineError(
+                f"Expected the save in the background that uses the same {type(other).__name__} "
+                f"to end within {timeout_s:g} s, but it has not; give each save a planner, "
+                f"storage and stager of its own",
+                rank=rank,
+            ) from None
 
 
 def text_of(checkpoint_id: CheckpointId | None) -> str | None:

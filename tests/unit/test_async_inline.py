@@ -30,6 +30,7 @@ from ray_dcp import SaveOptions, asynchronous, errors
 from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.comparing import differences
+from tests.support.processes import eventually
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -145,19 +146,25 @@ def test_waiting_has_a_deadline_and_the_save_goes_on(gate, tmp_path):
     assert_is(loaded(tmp_path / "c"), 1)
 
 
-@pytest.mark.parametrize("staging", ["call", "background"])
-def test_ctrl_c_before_the_thread_begins_leaves_no_save_behind(staging, monkeypatch, tmp_path):
+@pytest.mark.parametrize("how", ["call", "background", "stager"])
+def test_ctrl_c_before_the_thread_begins_leaves_no_save_behind(how, monkeypatch, tmp_path):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    options = SaveOptions(staging=staging, write_timeout_s=20)
+    options = SaveOptions(
+        staging="call" if how == "stager" else how,
+        **dict.fromkeys(("plan_timeout_s", "write_timeout_s", "commit_timeout_s"), 20),
+    )
+    where: dict[str, Any] = {"checkpoint_id": tmp_path / "c", "options": options}
+    if how == "stager":
+        where["async_stager"] = BlockingAsyncStager()
     with monkeypatch.context() as patch:
         patch.setattr(asynchronous, "start_thread", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c", options=options)
+            ray_dcp.async_save(state_of(1), **where)
     assert not asynchronous._running
     began_s = time.monotonic()
-    ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "c", options=options).committed(180)
+    ray_dcp.async_save(state_of(2), **where).committed(180)
     assert time.monotonic() - began_s < 10
     assert_is(loaded(tmp_path / "c"), 2)
 
@@ -290,6 +297,20 @@ def test_saves_that_share_a_plug_in_do_not_overlap(then, kind, tmp_path):
         assert found["w"].unique().tolist() == [step]
     if stager := shared.get("async_stager"):
         stager.close()
+
+
+@pytest.mark.parametrize("kind", ["writer", "planner", "stager"])
+def test_plug_ins_are_freed_once_their_save_has_ended(kind, tmp_path):
+    """A stager has a copy of the state, and a planner the state itself."""
+    held, shared, own = plug_ins(kind, tmp_path)
+    held.go_on.set()
+    state = {"w": torch.ones(3)}
+    how = {"async_stager": BlockingAsyncStager(), **shared, **own()}
+    freed = weakref.ref(next(iter(shared.values())))
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", **how)
+    handle.result(180)
+    del handle, how, shared
+    assert eventually(lambda: gc.collect() >= 0 and freed() is None)
 
 
 class Pair(NamedTuple):
