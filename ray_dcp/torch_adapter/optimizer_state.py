@@ -1098,25 +1098,27 @@ def _add_options(groups: Any, items: Mapping[str, StoredValue]) -> None:
             groups[int(index)].setdefault(option, target)
 
 
-def _prune(tree: dict[Any, Any], key: str, stored: Collection[str], known: Collection[str]) -> None:
+def _prune(tree: Any, key: str, stored: Collection[str], known: Collection[str]) -> None:
     """Removes mappings that an optimizer has only with state, and of which nothing is stored.
 
     Args:
-        tree: State of an optimizer; changed in place.
+        tree: State of an optimizer, or a mapping or list in it; changed in place.
         key: Its name.
         stored: Names of stored values.
         known: Names of the values that are stored, or that the optimizer has without state, and of
             all that contains them.
     """
-    for part, value in list(tree.items()):
+    for part, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         name = f"{key}.{part}"
-        if not isinstance(value, dict) or not value:
+        if isinstance(value, list):
+            _prune(value, name, stored, known)
+        elif not isinstance(value, dict) or not value:
             continue
-        if name in stored:  # as an empty mapping
+        elif name in stored:  # as an empty mapping
             tree[part] = {}
         elif name in known:
             _prune(value, name, stored, known)
-        else:
+        elif isinstance(tree, dict):  # the others in a list keep their places
             del tree[part]
 
 

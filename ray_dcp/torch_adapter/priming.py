@@ -84,11 +84,15 @@ def primed(
 
 
 def wrapped_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers with state of their own that an optimizer has as attributes."""
+    """Returns the optimizers with state of their own that an optimizer has as attributes.
+
+    They may be in a list, tuple or mapping that is an attribute.
+    """
     family = [optimizer]
     for one in family:
         for value in vars(one).values():
-            for inner in value if isinstance(value, list | tuple) else [value]:
+            held = value.values() if isinstance(value, Mapping) else value
+            for inner in held if isinstance(value, Mapping | list | tuple) else [value]:
                 if isinstance(inner, torch.optim.Optimizer) and not any(
                     inner is known or inner.state is known.state for known in family
                 ):

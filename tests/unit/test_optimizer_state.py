@@ -995,6 +995,55 @@ def test_priming_leaves_the_state_of_an_optimizer_inside(steps: int, tmp_path: P
     assert held_inside(state) == before
 
 
+class Several(torch.optim.Optimizer):
+    """Steps several optimizers, as a list or a mapping of them."""
+
+    def __init__(self, inner: dict[str, torch.optim.Optimizer], kind: type) -> None:
+        super().__init__([p for one in inner.values() for p in parameters_of(one)], {})
+        self.inner = kind(inner) if kind is dict else kind(inner.values())
+
+    def every(self) -> list[torch.optim.Optimizer]:
+        return list(self.inner.values() if isinstance(self.inner, dict) else self.inner)
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.every():
+            one.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [one.state_dict() for one in self.every()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for one, its in zip(self.every(), state_dict["inner"], strict=True):
+            one.load_state_dict(its)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kind", [dict, list])
+def test_an_optimizer_that_steps_several_is_loaded_or_left_as_it_was(
+    kind: type, steps: int, saved: int, tmp_path: Path
+):
+    def several(model: torch.nn.Module) -> Several:
+        first, *others = model.parameters()
+        adam, sgd = torch.optim.AdamW([first]), torch.optim.SGD(others, momentum=0.5)
+        return Several({"adam": adam, "sgd": sgd}, kind)
+
+    state, other = made(several), made(several)
+    step(state, saved)
+    step(other, steps)
+    before = held_inside(other)
+    save(state, tmp_path / "c")
+    with pytest.raises(ray_dcp.CheckpointError):
+        load({**other, "missing": torch.ones(1)}, tmp_path / "c")
+    assert held_inside(other) == before
+    load(other, tmp_path / "c")
+    assert held_inside(other) == held_inside(state)
+
+
 def test_a_primed_optimizer_inside_is_at_step_0():
     state = wrapped(0)
     inner = prime_optimizer(state["o"]).inner
