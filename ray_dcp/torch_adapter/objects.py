@@ -21,6 +21,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -566,6 +567,29 @@ def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
             f"{error}"
         )
     return None
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors that an object is or holds, as far as it can be pickled.
+
+    Examples:
+        >>> tensors_within((torch.ones(1), {"step": 3}))
+        [tensor([1.])]
+    """
+    found: list[torch.Tensor] = []
+
+    class Finder(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return NotImplemented
+            found.append(value)
+            return list, ()  # in place of its contents, which nobody needs
+
+    # Suppressed: whatever classes of the user raise. Such a value is refused when it is saved.
+    with suppress(Exception):
+        # Why out of band: arrays are not copied then.
+        Finder(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
+    return found
 
 
 def is_simple(value: Any, depth: int = 0) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
-from operator import index
+from operator import index, is_
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from ray_dcp.core.values import Int64Array
 from ray_dcp.errors import UnsupportedValueError
+from ray_dcp.torch_adapter.objects import is_simple, tensors_within
 from ray_dcp.torch_adapter.subclasses import with_attributes
 from ray_dcp.torch_adapter.tensors import (
     FIELDS,
@@ -344,7 +345,7 @@ def copy_fields(of: Any, to: Any) -> None:
 
 
 def for_stager(state: Any) -> Any:
-    """Returns a nested state dict with copies of conjugate and negative views.
+    """Returns a nested state dict with copies of conjugate and negative views, also in objects.
 
     Why: torch's stagers copy the memory of a tensor without asking what it shows.
 
@@ -369,15 +370,21 @@ def _resolved(value: Any, name: str, problems: list[str]) -> Any:
             problems.append(f"{name!r} {reason}")
             return value
         return _shown(value)
+    if not isinstance(value, (Mapping, list, tuple)):
+        held = [] if is_simple(value) else tensors_within(value)
+        shown = [_resolved(tensor, name, problems) for tensor in held]
+        # Why a memo: the object is copied with these tensors instead of copies of its own.
+        memo = {id(old): new for old, new in zip(held, shown, strict=True)}
+        is_same = all(map(is_, held, shown))
+        return value if is_same else deepcopy(value, memo)
     made = value
-    if isinstance(value, (Mapping, list, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, old in items:
-            new = _resolved(old, f"{name}.{key}" if name else str(key), problems)
-            if new is not old:
-                made = copy(value) if made is value and not isinstance(value, tuple) else made
-                made = list(made) if isinstance(made, tuple) else made
-                made[key] = new
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, old in items:
+        new = _resolved(old, f"{name}.{key}" if name else str(key), problems)
+        if new is not old:
+            made = copy(value) if made is value and not isinstance(value, tuple) else made
+            made = list(made) if isinstance(made, tuple) else made
+            made[key] = new
     if isinstance(value, tuple) and made is not value:
         made = type(value)._make(made) if hasattr(value, "_make") else tuple(made)
     return made

@@ -318,6 +318,11 @@ class Pair(NamedTuple):
     name: str
 
 
+class Holder:
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
 STAGERS = [
     lambda: DefaultStager(StagingOptions(False, False, False, False)),
     lambda: BlockingAsyncStager(cache_staged_state_dict=False),
@@ -331,18 +336,25 @@ def test_a_stager_is_given_what_views_show(make, tmp_path):
         "conjugate": shown.conj(), "nested": {"imag": [shown.conj().imag, 1]},
         "tuple": (shown.conj(), [2]), "negative": torch._neg_view(torch.ones(3)),
         "pair": [(Pair(shown.conj(), "x"),)], "plain": shown,
+        "object": {"list": [Holder(shown.conj(), shown)]},
     }  # fmt: skip
     expected = {name: copy.deepcopy(value) for name, value in state.items()}
     with closing(make()) as stager, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'pair' holds")
+        warnings.filterwarnings("ignore", "'(pair|object.*)' holds")
         handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", async_stager=stager)
         handle.result(180)
     assert state["nested"]["imag"][0].is_neg()
-    found = dict.fromkeys(("tuple", "pair"))
+    assert state["object"]["list"][0].values[0].is_conj()
+    found: dict[str, Any] = dict.fromkeys(("tuple", "pair"))
+    found["object"] = {"list": [None]}
     found |= {name: torch.zeros_like(state[name]) for name in ("conjugate", "negative", "plain")}
     found["nested"] = {"imag": [torch.zeros(2), None]}
     options = ray_dcp.LoadOptions(weights_only=False)
     ray_dcp.load(found, checkpoint_id=tmp_path / "c", options=options)
+    for value, expected_value in zip(
+        found.pop("object")["list"][0].values, (shown.conj(), shown), strict=True
+    ):
+        assert torch.equal(value, expected_value)
     ((value, _),) = found.pop("pair")[0]  # DCP's older stager makes tuples of all kinds of them
     assert torch.equal(value, shown.conj())
     assert {name: differences(found[name], expected[name]) for name in found} == {
@@ -354,10 +366,10 @@ def test_a_stager_is_given_what_views_show(make, tmp_path):
 def test_a_stager_is_not_given_freed_memory(make, tmp_path):
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
-    state = {"a": {"freed": freed}, "b": (freed,), "c": torch.ones(1)}
+    state = {"a": {"freed": freed}, "b": (freed,), "c": torch.ones(1), "d": Holder(freed)}
     with (
         closing(make()) as stager,
-        pytest.raises(errors.UnsupportedValueError, match=r"2 value.*'a\.freed'.*'b\.0'"),
+        pytest.raises(errors.UnsupportedValueError, match=r"3 value.*'a\.freed'.*'b\.0'.*'d'"),
     ):
         ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", async_stager=stager)
 
