@@ -57,7 +57,13 @@ from ray_dcp.torch_adapter.devices import bytes_digest, content_digest
 from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.foreign import refuse_misread, set_up_save_planner
 from ray_dcp.torch_adapter.load_plan import cast_problem
-from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, simple_digest
+from ray_dcp.torch_adapter.objects import (
+    dump_object,
+    is_simple,
+    load_object,
+    simple_digest,
+    tensors_within,
+)
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored
 from ray_dcp.torch_adapter.shards import why_part
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink, increment_version, target_problem
@@ -420,7 +426,10 @@ class _Resolved(Rows):
             if is_simple(loaded):
                 value = simple_digest(loaded)
             elif self._world_size > 1:
-                dump_object(loaded, fqn=fqn, refused=why_part)
+                for reason in filter(None, map(why_part, tensors_within(loaded))):
+                    raise UnsupportedValueError(
+                        f"{fqn!r} is or holds a tensor that {reason}", key=fqn
+                    )
         self.add(Kind.OBJECT, data, None, (), False, value if self._is_shared else 0)
 
     def _add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
