@@ -289,9 +289,10 @@ def wait_any(waited: Iterable[Future[Any]], timeout_s: float) -> None:
     Examples:
         >>> wait_any([begin(lambda: 6 * 7, "sums"), Future()], 10.0)
     """
-    ended: SimpleQueue[Future[Any]] = SimpleQueue()
+    ended: SimpleQueue[None] = SimpleQueue()
     for future in waited:
-        future.add_done_callback(ended.put)
+        # Why not the future: it keeps the queue, and its result would not be freed without gc.
+        future.add_done_callback(lambda _: ended.put(None))
     # Suppressed: the caller looks which of them are done.
     with suppress(Empty):
         ended.get(timeout=max(0.0, timeout_s))

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+import weakref
+from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from typing import ClassVar
@@ -19,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ray_dcp
 from ray_dcp.commit_protocol import commands, messages
 from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.core.processes import wait_any
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -770,6 +773,15 @@ def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(ur
     assert loads_whole(url, [state_of(1), state_of(2)]) == 0
     records = [key for key in keys(url) if key.startswith("manifest-")]
     assert len(records) == 2, "the attempt is declared failed"
+
+
+def test_a_wait_that_ends_too_early_leaves_no_cycle_of_objects():
+    future: Future[str] = Future()
+    wait_any([future], 0.0)
+    future.set_result("a reply")
+    freed = weakref.ref(future)
+    del future
+    assert freed() is None, "the reply of a long call needs the collector"
 
 
 def test_a_second_ctrl_c_while_the_first_is_reported_leaves_no_open_attempt(url, gate):
