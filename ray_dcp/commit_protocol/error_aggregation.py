@@ -98,7 +98,7 @@ def failure_of(error: BaseException) -> Failure:
     except Exception:  # noqa: BLE001, S110 - whatever user classes raise in __reduce__ or __init__
         pass
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return CheckpointError(f"{kind} (which can't be pickled): {message_of(error)}"), stack
+    return CheckpointError(f"{kind} (which can't be pickled or shown): {message_of(error)}"), stack
 
 
 def message_of(error: BaseException) -> str:

@@ -410,7 +410,7 @@ def test_an_error_that_no_message_can_hold_is_reported_by_name(tmp_path: Path, e
         )
     stand_in, _ = caught.value.failures[0]
     assert type(stand_in) is ray_dcp.CheckpointError
-    assert f"{kind} (which can't be pickled): code 3" in stand_in.message
+    assert f"{kind} (which can't be pickled or shown): code 3" in stand_in.message
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
