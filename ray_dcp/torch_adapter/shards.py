@@ -377,7 +377,7 @@ def _resolved(value: Any, name: str, problems: list[str]) -> Any:
         memo = {id(old): new for old, new in zip(held, shown, strict=True)}
         is_same = all(map(is_, held, shown))
         return value if is_same else deepcopy(value, memo)
-    made = value
+    made: Any = value
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, old in items:
         new = _resolved(old, f"{name}.{key}" if name else str(key), problems)
