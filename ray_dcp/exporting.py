@@ -108,12 +108,18 @@ def plan_export(
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
+    num_tensors, num_objects = len(names) - len(objects), len(objects) - len(left_out)
+    for folder in () if rewritten else items_of(view.storage, view.checkpoint):
+        item = read_view(place_below(view.place or view.url, folder))
+        num_tensors += len(item.tensors)
+        num_objects += len(item.objects)
+        num_bytes += item.num_bytes
     plan = ExportPlan(
         view.url,
         os.fspath(target),
         format,
-        len(names) - len(objects),
-        len(objects) - len(left_out),
+        num_tensors,
+        num_objects,
         num_bytes,
         num_bytes * (2 if rewritten and format == "dcp" else 1),
         left_out,

@@ -117,7 +117,8 @@ class RayDcpCheckpointIO(CheckpointIO):
         if os.path.isfile(path):
             location: Any = "cpu" if map_location is None else map_location
             # Why not Lightning's own plug-in: up to 2.5 it takes no weights_only.
-            return torch.load(path, location, weights_only=options.weights_only)
+            loaded: dict[str, Any] = torch.load(path, location, weights_only=options.weights_only)
+            return loaded
         view = read_view(path)
         if STRUCTURE not in view.names:
             raise InvalidRequestError(

@@ -349,7 +349,9 @@ def test_a_step_of_items_is_shown_removed_and_exported_by_its_items(tmp_path: Pa
         assert "has the items data, model, each a folder in it" in told
     assert "has the items data, model" in refused("import", step, tmp_path / "imported")
     assert invoke("export", step / "model", tmp_path / "w.safetensors").exit_code == 0
-    assert invoke("export", step, tmp_path / "whole", "--format", "dcp").exit_code == 0
+    whole = invoke("export", step, tmp_path / "whole", "--format", "dcp", "--json")
+    assert json.loads(whole.stdout)["num_tensors"] == 1
+    assert json.loads(whole.stdout)["num_bytes"] > 0
     assert ray_dcp.read_state_dict(tmp_path / "whole" / "model")["w"].tolist() == [1, 1]
     assert invoke("rm", step / "model", "--yes", "--force").exit_code == 0
     assert not ray_dcp.verify(step).ok
