@@ -343,11 +343,12 @@ def test_an_actor_is_called_again_for_as_long_as_ray_may_take_to_start_it_anew(a
 def test_an_actor_that_stays_out_of_reach_is_given_up_and_it_is_said_before(
     answering, caplog, monkeypatch
 ):
-    monkeypatch.setattr(ray_calls, "OUT_OF_REACH_S", 0.2)
-    monkeypatch.setattr(ray_calls, "LONG_WAIT_S", 0.05)
+    # A tenth of a second passes with each look at the clock.
+    clock = SimpleNamespace(monotonic=count(0.0, 0.1).__next__)
+    monkeypatch.setattr(ray_calls, "time", clock)
     with pytest.raises(ParticipantError, match=r"reachable.*it is restarting"):
         call_actor(
-            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=60.0
+            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=1e4
         )
     (told,) = caplog.messages
     assert told.startswith("No call has reached the coordinator for")
