@@ -313,12 +313,25 @@ def matches(name: str, include: Sequence[str]) -> bool:
 def nested(values: Mapping[NamePath, Any]) -> dict[Any, Any]:
     """Returns the nested state dict that has the values at their paths.
 
+    An empty mapping or list has the values that are at paths within it: ranks may differ.
+
     Raises:
+        StateDictError: There are another value at a path and values within it.
         DamagedCheckpointError: Two paths contradict each other, or describe an impossible list.
     """
     root: dict[Any, Any] = {}
+    containers = {path[:stop] for path in values for stop in range(1, len(path))}
     for path, value in values.items():
-        set_by_path(root, path, value)
+        if path not in containers:
+            set_by_path(root, path, value)
+        elif not isinstance(value, dict | list) or value:
+            name = ".".join(map(str, path))
+            raise StateDictError(
+                f"the checkpoint has both {name!r}, a {type(value).__name__}, and values within "
+                f"it, as its ranks gave different ones: take those alone, as by "
+                f"include=['{name}.*'], or {name!r} alone",
+                key=name,
+            )
     return root
 
 

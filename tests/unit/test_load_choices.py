@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +405,35 @@ def test_mappings_that_are_empty_on_some_ranks_have_the_values_of_the_others(
         ray_dcp.load({"model": other}, checkpoint_id=tmp_path / str(step), no_dist=True)
         assert torch.equal(other.weight, model.weight)
         assert ray_dcp.verify(tmp_path / str(step)).ok
+
+
+@pytest.mark.parametrize("gatherer", [0, 1])
+@pytest.mark.parametrize("other", [None, [], 5])
+def test_values_within_a_value_of_another_rank_are_not_lost(
+    other: Any, gatherer: int, tmp_path: Path
+):
+    """As where one rank gathers the state, and the others give None."""
+    whole = [torch.ones(1), {"w": torch.ones(2)}] if other == [] else {"w": torch.ones(2)}
+
+    def work(rank: int) -> None:
+        ray_dcp.save({"x": whole if rank == gatherer else other}, checkpoint_id=tmp_path / "c")
+
+    assert run_as_ranks(work, 2) == [None, None]
+    if other == []:
+        assert differences(ray_dcp.read_state_dict(tmp_path / "c"), {"x": whole}) == []
+        ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+        assert differences(torch.load(tmp_path / "c.pt"), {"x": whole}) == []
+        return
+    for read in (ray_dcp.read_state_dict, partial(_as_file, file=tmp_path / "c.pt")):
+        with pytest.raises(errors.StateDictError, match=r"both 'x', a \w+, and values within it"):
+            read(tmp_path / "c")
+        assert differences(read(tmp_path / "c", include=["x.*"]), {"x": whole}) == []
+        assert read(tmp_path / "c", include=["x"]) == {"x": other}
+
+
+def _as_file(place: Path, file: Path, include: Sequence[str] = ()) -> Any:
+    ray_dcp.dcp_to_torch_save(place, file, include=include)
+    return torch.load(file)
 
 
 # --- values per rank ----------------------------------------------------------------------------
