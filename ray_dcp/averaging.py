@@ -300,7 +300,7 @@ def decayed(decay: float, num_sources: int) -> tuple[float, ...]:
         >>> decayed(0.5, 3)
         (0.25, 0.5, 1.0)
     """
-    check_above_0(decay, "ema")
+    decay = check_above_0(decay, "ema")
     return tuple(decay**age for age in reversed(range(num_sources)))
 
 

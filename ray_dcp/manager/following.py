@@ -139,9 +139,9 @@ def follow(
         >>> ray_dcp.open("memory://doc-follow").best("norm", "max").step
         2
     """
-    check_above_0(poll_s, "poll_s")
+    poll_s = check_above_0(poll_s, "poll_s")
     if timeout_s is not None:
-        check_above_0(timeout_s, "timeout_s", or_0=True)
+        timeout_s = check_above_0(timeout_s, "timeout_s", or_0=True)
     if metric is not None and (not isinstance(metric, str) or not metric):
         raise InvalidRequestError(
             f"metric must be the name of a metric, but is {metric!r}", key="metric"

@@ -97,8 +97,9 @@ def connect(
         ParticipantError: The cluster can't be reached, or a rank did not come.
     """
     rank, world_size = plain_integer(rank), plain_integer(world_size)
-    check_connect(address, rank, world_size, name, timeout_s)
-    check_above_0(lease_s, "lease_s")
+    timeout_s = check_above_0(timeout_s, "timeout_s")
+    lease_s = check_above_0(lease_s, "lease_s")
+    check_connect(address, rank, world_size, name)
     from ray_dcp.runtime.ray_session import RaySession, attach_named
 
     if attach_named(address) is None:
@@ -159,7 +160,7 @@ def may_be_distributed() -> bool:
     return bool(distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
-def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
+def check_connect(address: Any, rank: Any, world_size: Any, name: Any) -> None:
     """Raises `InvalidRequestError` for invalid arguments of `connect`, or a second `connect`."""
     if address is not None and (not isinstance(address, str) or not address):
         raise InvalidRequestError(
@@ -187,7 +188,6 @@ def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s
             f"Expected name to be a string of at least one character, but found {name!r}",
             key="name",
         )
-    check_above_0(timeout_s, "timeout_s")
     if sessions.explicit is not None:
         raise InvalidRequestError(
             f"Expected one connect at a time, but {sessions.explicit!r} is open. Close it first",

@@ -169,10 +169,9 @@ class WorkerOptions:
         for name in ("num_cpus", "num_gpus"):
             value = check_above_0(getattr(self, name), f"WorkerGroup.{name}", or_0=True)
             set_checked(self, **{name: value})
-        for name in ("start_timeout_s", "collective_timeout_s", "release_s"):
-            set_checked(self, **{name: check_above_0(getattr(self, name), f"WorkerGroup.{name}")})
-        if self.run_timeout_s is not None:
-            check_above_0(self.run_timeout_s, "WorkerGroup.run_timeout_s")
+        for name in ("start_timeout_s", "collective_timeout_s", "release_s", "run_timeout_s"):
+            if (value := getattr(self, name)) is not None or name != "run_timeout_s":
+                set_checked(self, **{name: check_above_0(value, f"WorkerGroup.{name}")})
         for name in ("resources", "env_vars"):
             if not isinstance(getattr(self, name), Mapping):
                 raise InvalidRequestError(

@@ -62,6 +62,7 @@ from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import StepRange
+from ray_dcp.runtime.worker_group import WorkerOptions
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import os_failure
@@ -857,3 +858,11 @@ def test_a_copy_of_a_step_that_fails_leaves_none_of_its_items(
     assert not list(other.rglob("*.distcp"))
     with pytest.raises(errors.CheckpointNotFoundError):
         ray_dcp.open(other / "model")
+
+
+def test_seconds_may_be_numbers_of_any_class(tmp_path):
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "run" / "step-1")
+    seconds = Fraction(1, 100)
+    found = ray_dcp.follow(tmp_path / "run", timeout_s=seconds, poll_s=seconds)
+    assert [one.step for one in found] == [1]
+    assert type(WorkerOptions(run_timeout_s=Fraction(3, 2)).run_timeout_s) is float
