@@ -276,7 +276,7 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
     return ended
 
 
-def wait_any(waited: Iterable[Future[Any]], timeout_s: float) -> None:
+def wait_any(waited: Iterable[Future[Any]], timeout_s: float | None = None) -> None:
     """Waits until one of the futures is done, or the timeout passes.
 
     Why not `concurrent.futures.wait`: Ctrl-C in the middle of it may leave the lock of a future
@@ -284,7 +284,7 @@ def wait_any(waited: Iterable[Future[Any]], timeout_s: float) -> None:
 
     Args:
         waited: The futures.
-        timeout_s: The timeout, in seconds.
+        timeout_s: The timeout, in seconds; None for no timeout.
 
     Examples:
         >>> wait_any([begin(lambda: 6 * 7, "sums"), Future()], 10.0)
@@ -295,7 +295,17 @@ def wait_any(waited: Iterable[Future[Any]], timeout_s: float) -> None:
         future.add_done_callback(lambda _: ended.put(None))
     # Suppressed: the caller looks which of them are done.
     with suppress(Empty):
-        ended.get(timeout=max(0.0, timeout_s))
+        ended.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+
+
+def wait_all(waited: Iterable[Future[Any]]) -> None:
+    """Waits until all of the futures are done; see `wait_any`.
+
+    Examples:
+        >>> wait_all([begin(lambda: 6 * 7, "sums"), begin(lambda: 0, "nothing")])
+    """
+    for future in waited:
+        wait_any([future])
 
 
 def run_within(

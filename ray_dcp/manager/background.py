@@ -9,13 +9,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from ray_dcp.core.processes import begin, start_thread
+from ray_dcp.core.processes import begin, start_thread, wait_all, wait_any
 from ray_dcp.errors import CheckpointError, LimitError, StorageError
 
 T = TypeVar("T")
@@ -35,7 +35,8 @@ def in_time(timeout_s: float, what: str, work: Callable[[], T]) -> T:
         StorageError: The timeout expired.
     """
     done = begin(work, "ray_dcp manager decides")
-    if not wait([done], timeout_s).done:
+    wait_any([done], timeout_s)
+    if not done.done():
         raise StorageError(
             f"expected the storage to answer within {timeout_s:g} s, but {what} still waits for "
             f"it, and is left to itself. Look after the storage, or raise plan_timeout_s"
@@ -136,7 +137,7 @@ class Finisher:
 
     def wait_for(self, step: int) -> None:
         """Waits until no save of a step is in progress."""
-        wait([ended for one, ended in [*self._saves] if one == step])
+        wait_all([ended for one, ended in [*self._saves] if one == step])
 
     def ended(self, leave: int = 0) -> list[Ended]:
         """Waits for the oldest saves, and returns their outcomes in the order of the calls.
@@ -151,7 +152,7 @@ class Finisher:
         """
         count = max(0, len(self._saves) - leave)
         # Why first: an interrupt of the wait must not lose an outcome.
-        wait([ended for _, ended in [*self._saves][:count]])
+        wait_all([ended for _, ended in [*self._saves][:count]])
         return [self._saves.popleft()[1].result() for _ in range(count)]
 
     def _finish(self, ended: Ended, finish: Callable[[], object]) -> Ended:

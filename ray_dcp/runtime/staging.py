@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pickle import PickleBuffer
@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import Stop, begin, pid_namespace
+from ray_dcp.core.processes import Stop, begin, pid_namespace, wait_all
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
@@ -347,7 +347,7 @@ class _WindowObjects:
         return self
 
     def __exit__(self, *_: object) -> None:
-        wait([future for _, future, _ in self._begun])
+        wait_all([future for _, future, _ in self._begun])
         for lease in (*self._free, *(lease for *_, lease in self._begun)):
             lease.release()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ import numpy as np
 from ray_dcp.commit_protocol.messages import SaveGo, SaveOutcome, Target
 from ray_dcp.core.checksums import CHECK_BYTES, digest, num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.processes import begin
+from ray_dcp.core.processes import begin, wait_any
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
@@ -187,7 +187,7 @@ class RunHistory:
 
 def _wait(run: _Run) -> None:
     if run.reading is not None:
-        wait([run.reading], WAIT_S)
+        wait_any([run.reading], WAIT_S)
 
 
 def _run_of(url: str) -> tuple[str, str]:

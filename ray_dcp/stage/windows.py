@@ -19,7 +19,7 @@ import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from ray_dcp.core.checksums import block_bytes_for_many
+from ray_dcp.core.processes import wait_all
 from ray_dcp.core.values import FilePlan, Int32Array, Int64Array, RankPlan
 from ray_dcp.errors import InternalError
 from ray_dcp.io.writer import Source
@@ -308,7 +309,7 @@ def copy_all(pairs: Iterable[Pair]) -> None:
         work()
     finally:
         working = [one for one in helpers if not one.cancel()]
-        wait(working)
+        wait_all(working)
     for one in working:
         one.result()
 

@@ -15,7 +15,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.processes import start_thread
+from ray_dcp.core.processes import start_thread, wait_all
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.location import split_url
 from ray_dcp.store.object_stores import (
@@ -189,7 +189,7 @@ class _Upload:
         """Aborts the upload, and waits until its parts are removed."""
         self._parts.drop()
         self._parts.put(_GivenUpError())
-        wait([self._ended])
+        wait_all([self._ended])
 
     def _run(self, put: Callable[[_Parts], object]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import gc
 import os
@@ -13,6 +14,7 @@ import warnings
 import weakref
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import ray_dcp
 from ray_dcp import SaveOptions, asynchronous, errors
+from ray_dcp.manager.background import Finisher
 from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.comparing import differences
@@ -543,28 +546,46 @@ def test_the_call_returns_before_anything_is_copied(copy_gate, tmp_path):
     assert ray_dcp.open(tmp_path / "c")["w"][:].tolist() == [1.0] * 9
 
 
-@pytest.mark.parametrize(
-    "wait", ["staged", "staging_completion.result", "upload_completion.result"]
-)
-def test_ctrl_c_twice_while_waiting_does_not_hold_the_save_up(wait, copy_gate, tmp_path):
+def interrupt_twice(waits: Any) -> None:
+    """Calls what waits, and sends Ctrl-C to it, and once more when it has ended waiting."""
+
     def interrupt_again(frame: Any, event: str, argument: object) -> None:
         is_first_handled = isinstance(sys.exc_info()[1], KeyboardInterrupt)
-        if event == "call" and is_first_handled and frame.f_code is releases:
+        if event == "call" and is_first_handled and frame.f_code in releases:
             raise KeyboardInterrupt
 
-    releases = threading.Condition.__exit__.__code__
-    state = {"w": torch.ones(9)}
-    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
+    several = concurrent.futures._base._AcquireFutures.__exit__
+    releases = [each.__code__ for each in (threading.Condition.__exit__, several)]
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     sys.setprofile(interrupt_again)
     try:
         with pytest.raises(KeyboardInterrupt):
-            attrgetter(wait)(handle)()
+            waits()
     finally:
         sys.setprofile(None)
+
+
+@pytest.mark.parametrize(
+    "wait", ["staged", "staging_completion.result", "upload_completion.result"]
+)
+def test_ctrl_c_twice_while_waiting_does_not_hold_the_save_up(wait, copy_gate, tmp_path):
+    state = {"w": torch.ones(9)}
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
+    interrupt_twice(attrgetter(wait)(handle))
     copy_gate.open.set()
     handle.committed(60)
     assert ray_dcp.open(tmp_path / "c")["w"][:].tolist() == [1.0] * 9
+
+
+def test_ctrl_c_twice_while_a_manager_waits_for_saves_does_not_hold_the_next_wait_up():
+    written, saves = threading.Event(), Finisher()
+    saves.add(7, 0.0, partial(written.wait, 180))
+    interrupt_twice(saves.ended)
+    written.set()
+    found: list[int] = []
+    waits = in_thread(lambda: found.extend(one.step for one in saves.ended()))
+    waits.join(60)
+    assert found == [7]
 
 
 def test_a_step_waits_until_the_state_is_staged_and_only_a_step(copy_gate, tmp_path):
