@@ -95,7 +95,8 @@ class AverageReport:
     taken: tuple[str, ...]
     """Names of the values that are those of the last source."""
     left_out: tuple[str, ...]
-    """Names of the values of the last source that were not written."""
+    """Names of the values of any source that were not written: those that `keys` or the rule for
+    optimizers leave out, and those that can't be averaged and that the last source lacks."""
     num_bytes: int
     """Approximate size of the new checkpoint, in bytes."""
 
@@ -119,9 +120,10 @@ def average(
     """Writes the weighted mean of checkpoints as a new checkpoint.
 
     Floating-point and complex tensors become `sum(weight * tensor) / sum(weights)`, accumulated in
-    float64 in the order of the sources, and cast once. Values that can't be averaged (integers,
-    booleans, objects) and the state of optimizers are those of the last source. The sources may
-    differ in sharding, container and writer.
+    float64 in the order of the sources, and cast once. A source of weight 0 takes no part: its
+    tensors are not read, whatever they hold. Values that can't be averaged (integers, booleans,
+    objects) and the state of optimizers are those of the last source, whatever its weight. The
+    sources may differ in sharding, container and writer.
 
     Memory does not grow with the checkpoints: a process holds a few parts of a tensor. Where the
     process is connected to a Ray, or `RAY_ADDRESS` names one, several processes share the work.
@@ -129,8 +131,8 @@ def average(
     Args:
         sources: Paths, URLs, `RUN@STEP` or views of checkpoints, the newest last.
         out: Path or URL of the new checkpoint, where no files of a checkpoint may exist.
-        weights: A number for each source, which may be negative; they are divided by their sum.
-            Equal weights if None.
+        weights: A number for each source, which may be negative, or 0; they are divided by their
+            sum. Equal weights if None.
         dtype: The dtype to cast the means to, for example `bfloat16`; unchanged if None. Complex
             tensors are not cast.
         keys: Shell patterns of the FQNs to write; if None, everything but the state of optimizers.
@@ -142,8 +144,9 @@ def average(
     Raises:
         InvalidRequestError: An argument is wrong, there is no tensor to average, or `out` names a
             step as `RUN@STEP`.
-        StateDictError: The sources differ in names, shapes or dtypes, or have tensors that can't be
-            averaged; the message lists all of them. Nothing was written.
+        StateDictError: The sources (but earlier ones of weight 0) differ in names, shapes or dtypes
+            of floating-point tensors, or have such tensors that can't be averaged; the message
+            lists all of them. Nothing was written.
         CheckpointExistsError: There are files of a checkpoint at `out`.
         StorageError: There is not enough space, or a storage failed.
         CheckpointError: A source can't be read.
@@ -250,19 +253,24 @@ def plan_average(
             return name not in optimizers
         return any(fnmatchcase(name, pattern) for pattern in keys)
 
+    last = views[-1]
+    # Why the last one always: names, order and dtypes of the result are its own.
+    compared = [view for view, number in zip(views[:-1], numbers, strict=False) if number]
+    compared.append(last)
     means = [
         {name for name in view.tensors if name not in optimizers and is_chosen(name)
          and view.tensors[name].dtype.startswith(("float", "bfloat", "complex", "bcomplex"))}
-        for view in views
+        for view in compared
     ]  # fmt: skip
     if not any(means):
         raise InvalidRequestError(
-            f"expected floating-point tensors in {views[-1].url}, found none"
+            f"expected floating-point tensors in {last.url}, found none"
             + ("" if keys is None else f" that match {', '.join(map(repr, keys))}"),
             key="keys",
         )
-    _check_alike(views, means)
-    last, chosen = views[-1], [name for name in views[-1].names if is_chosen(name)]
+    _check_alike(compared, means)
+    chosen = [name for name in last.names if is_chosen(name)]
+    written = set(chosen)
     dtypes = {name: info.dtype for name, info in last.tensors.items() if is_chosen(name)}
     if cast is not None:
         dtypes |= {name: cast for name in means[-1] if "float" in dtypes[name]}
@@ -279,7 +287,11 @@ def plan_average(
         ),
         averaged=tuple(name for name in chosen if name in means[-1]),
         taken=tuple(name for name in chosen if name not in means[-1]),
-        left_out=tuple(name for name in last.names if not is_chosen(name)),
+        left_out=tuple(
+            dict.fromkeys(
+                name for view in (last, *views) for name in view.names if name not in written
+            )
+        ),
         num_bytes=0,
     )
     plan = AveragePlan(views, numbers, dtypes, boxes, report)
@@ -387,7 +399,7 @@ def _check_alike(views: Sequence[CheckpointView], means: Sequence[set[str]]) -> 
         if view[name].is_opaque
     ]
     packed = [
-        f"{name!r} has the packed dtype {first.tensors[name].dtype}"
+        f"{name!r} has the dtype {first.tensors[name].dtype}, of which no mean is computed"
         for name in everything
         if first.tensors[name].dtype not in _AVERAGED
     ]
@@ -494,8 +506,11 @@ class _Items:
     def _mean(self, box: MeanBox) -> Array:
         plan, dtype = self._plan, self._plan.dtypes[box.name]
         total = np.empty(prod(box.size), np.complex128 if "complex" in dtype else np.float64)
+        weighted = zip(plan.views, plan.weights, strict=True)
+        # Why left out: 0 times an infinity or NaN is NaN.
+        parts = [(view, weight) for view, weight in weighted if weight]
         with np.errstate(all="ignore"):  # infinities are what the arithmetic gives
-            for index, (view, weight) in enumerate(zip(plan.views, plan.weights, strict=True)):
+            for index, (view, weight) in enumerate(parts):
                 raw, stored_as = self._read(view, box), view.tensors[box.name].dtype
                 for low in range(0, raw.size, _BLOCK):
                     numbers = as_numbers(raw[low : low + _BLOCK], stored_as)
@@ -507,8 +522,9 @@ class _Items:
                 return total.astype(dtype, copy=False)
         import torch
 
-        cast = torch.from_numpy(total).to(getattr(torch, dtype))
-        return np.asarray(cast.view(torch.uint8))
+        cast = torch.empty(total.size, dtype=getattr(torch, dtype))
+        # Why into a tensor of torch's: a view of an empty one of numpy's is refused.
+        return np.asarray(cast.copy_(torch.from_numpy(total)).view(torch.uint8))
 
     def _read(self, view: CheckpointView, box: MeanBox) -> Array:
         parts = zip(box.offset, box.size, strict=True)

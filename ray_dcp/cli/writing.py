@@ -459,10 +459,10 @@ def average(
 ) -> None:
     """Write the weighted mean of the checkpoints SOURCE, paths or RUN@STEP, to PATH.
 
-    Floating-point tensors are averaged in float64. Integers and objects are those of the last
-    source. The state of optimizers is left out unless --tensor chooses it; then it is that of the
-    last source. Sources may differ in sharding and format; differences in names, shapes and dtypes
-    are an error that lists all of them.
+    Floating-point tensors are averaged in float64, without the sources of weight 0. Integers and
+    objects are those of the last source. The state of optimizers is left out unless --tensor
+    chooses it; then it is that of the last source. Sources may differ in sharding and format;
+    differences in names, shapes and dtypes are an error that lists all of them.
     """
     from ray_dcp.averaging import average as average_checkpoints
     from ray_dcp.averaging import decayed, plan_average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import tracemalloc
 from dataclasses import replace
@@ -115,6 +116,60 @@ def test_all_differences_are_told_at_once_and_nothing_is_written(tmp_path: Path)
     assert ray_dcp.open(tmp_path / "mean")["w"][0, 0] == pytest.approx(5 / 3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32", "complex64"])
+def test_tensors_without_elements_and_without_dimensions_are_averaged(tmp_path: Path, dtype: str):
+    kind = getattr(torch, dtype)
+    sources = [
+        save(tmp_path / f"{n}", n, none=torch.zeros(0, 3).to(kind), one=torch.tensor(n).to(kind))
+        for n in (1, 3)
+    ]
+    report = ray_dcp.average(sources, tmp_path / "mean", dtype="bf16")
+    assert report.averaged == ("w", "none", "one")
+    made = ray_dcp.read_state_dict(tmp_path / "mean")
+    assert made["none"].shape == (0, 3)
+    assert made["one"].to(torch.complex64) == 2
+    assert ray_dcp.average(sources, tmp_path / "same").averaged == report.averaged
+    assert ray_dcp.read_state_dict(tmp_path / "same")["none"].dtype == kind
+
+
+def test_a_source_of_weight_0_takes_no_part(tmp_path: Path):
+    bad = save(tmp_path / "bad", 1, v=torch.tensor([float("nan"), float("inf")]), own=torch.ones(1))
+    good = [save(tmp_path / f"{n}", n, v=torch.tensor([n, -n])) for n in (2.0, 4.0)]
+    # Its tensors are not read: damage in them is nothing to the mean.
+    place = int(ray_dcp.open(bad).table.payload_offset[0])
+    checkpoints.flip(checkpoints.data_file(tmp_path / "bad"), place)
+    report = ray_dcp.average([bad, *good], tmp_path / "mean", weights=[0, 3, 1])
+    assert (report.averaged, report.left_out) == (("w", "v"), ("own",))
+    assert [one["weight"] for one in report.sources] == [0, 0.75, 0.25]
+    assert ray_dcp.read_state_dict(tmp_path / "mean")["v"].tolist() == [2.5, -2.5]
+    # As the last source it gives what can't be averaged, and so has to have the same names.
+    with pytest.raises(errors.StateDictError, match="has 'own', which that one lacks"):
+        ray_dcp.average([*good, bad], tmp_path / "b", weights=[1, 1, 0])
+    last = save(tmp_path / "last", 9, v=torch.tensor([float("nan"), float("nan")]))
+    ray_dcp.average([*good, good[0], last], tmp_path / "c", weights=[-1, 2, 1, 0])
+    made = ray_dcp.read_state_dict(tmp_path / "c")
+    assert (made["v"].tolist(), made["step"]) == ([4, -4], 9)
+
+
+def test_each_name_of_any_source_is_in_one_list(tmp_path: Path):
+    first = save(
+        tmp_path / "a", 1, seen=torch.arange(2), note="old", both=torch.tensor(True),
+        optimizer={"state": {"w": torch.ones(2)}, "param_groups": [{"lr": 1.0}]},
+    )  # fmt: skip
+    second = save(tmp_path / "b", 2, both=torch.tensor(False), new=3, mask=torch.tensor([True]))
+    for weights in (None, [0, 1]):
+        out = tmp_path / f"mean-{weights}"
+        report = ray_dcp.average([first, second], out, weights=weights)
+        assert report.averaged == ("w",)
+        assert report.taken == ("step", "both", "new", "mask")
+        names = {"seen", "note", "optimizer.state.w", "optimizer.param_groups.0.lr"}
+        assert set(report.left_out) == names
+        assert len(report.left_out) == len(names)
+        assert not ray_dcp.read_state_dict(out)["both"]
+    found = average(first, second, "-o", tmp_path / "told", "--json")
+    assert json.loads(found.stdout)["left_out"] == list(report.left_out)
+
+
 def test_what_has_no_mean_is_told_by_name(tmp_path: Path):
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -125,7 +180,7 @@ def test_what_has_no_mean_is_told_by_name(tmp_path: Path):
     with pytest.raises(errors.StateDictError) as caught:
         ray_dcp.average([own], tmp_path / "mean")
     assert f"'pair' of {own} is a pickled tensor subclass" in caught.value.message
-    assert "'packed' has the packed dtype float8_e8m0fnu" in caught.value.message
+    assert "'packed' has the dtype float8_e8m0fnu, of which no mean" in caught.value.message
     # Stock DCP's `.metadata` does not tell: it is found while it is read, and nothing stays.
     stock = checkpoints.save_stock(tmp_path / "stock", {"pair": pair})
     with pytest.raises(errors.StateDictError, match=r"'pair' of .* is a pickled tensor subclass"):
@@ -352,10 +407,8 @@ def expected(values: torch.Tensor, weights: list[float] | None) -> np.ndarray:
     """What numpy adds up, in the order of the sources."""
     numbers = [one.to(torch.complex128 if one.is_complex() else torch.float64) for one in values]
     factors = np.array([1.0] * len(values) if weights is None else weights)
-    total = numbers[0].numpy() * factors[0]
-    for one, factor in zip(numbers[1:], factors[1:], strict=True):
-        total = total + one.numpy() * factor
-    return total / np.sum(factors)
+    first, *others = [one.numpy() * by for one, by in zip(numbers, factors, strict=True) if by]
+    return sum(others, start=first) / np.sum(factors)
 
 
 @settings(max_examples=8)
