@@ -66,10 +66,10 @@ from ray_dcp.options import SaveOptions as SaveOptions
 from ray_dcp.protocol import CheckpointableTensor as CheckpointableTensor
 from ray_dcp.runtime.discovery import connect as connect
 from ray_dcp.runtime.garbage_collection import collect as collect
-from ray_dcp.runtime.garbage_collection import delete as delete
 from ray_dcp.runtime.session import Session as Session
 from ray_dcp.runtime.standing import CollectReport as CollectReport
 from ray_dcp.runtime.standing import write_metadata as write_metadata
+from ray_dcp.runtime.step_deletion import delete as delete
 from ray_dcp.runtime.tasks import outcome as outcome
 from ray_dcp.runtime.worker_group import WorkerGroup as WorkerGroup
 from ray_dcp.saving import save as save

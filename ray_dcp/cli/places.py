@@ -20,6 +20,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.names import SHARED_FOLDER
+from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS
@@ -159,7 +160,7 @@ def kept(place: AnyPlace) -> Iterator[None]:
             run = replace(target, url=url)
             if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
                 from ray_dcp.manager.catalogue import Root
-                from ray_dcp.manager.leases import LEASE_S, ReaderLease
+                from ray_dcp.manager.leases import ReaderLease
 
                 stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
         yield

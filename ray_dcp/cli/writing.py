@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -62,21 +62,16 @@ from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.format.manifest import slot_of
 from ray_dcp.format.names import (
-    READING,
     SHARED_FOLDER,
-    TAGS,
     check_note,
     check_tag,
-    note_key,
-    tag_key,
-    tags_in,
 )
-from ray_dcp.format.step_info import info_slot, metrics_of
+from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.checkpoint import CheckpointReplacedError
-from ray_dcp.io.records import RESERVE, Announced, check_announced, fence, freeing, keep_reserve
+from ray_dcp.io.records import RESERVE, keep_reserve
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
-from ray_dcp.store.storage import Storage, is_full, read_if_there
+from ray_dcp.store.storage import is_full
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_listing import FOREIGN, folders_above
@@ -539,11 +534,14 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     programs are kept.
     """
     from ray_dcp.runtime.garbage_collection import delete
+    from ray_dcp.runtime.step_deletion import StepDeletion
 
     found = [step_at(step) for step in steps]
-    marks = [_Marks(step) for step in found]
-    for step, mark in zip(found, marks, strict=True):
-        _check_deletable(step, mark, force=force)
+    deletions = [StepDeletion(step.path, step.step) for step in found]
+    ways = {"untag": "ray-dcp tag --remove", "forced": "--force"}
+    for step, deletion in zip(found, deletions, strict=True):
+        _check_ours(step)
+        deletion.check(force=force, **ways)
         if not force:
             _check_no_item(step.path)
     total = sum(step.num_bytes for step in found)
@@ -552,8 +550,9 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
         agree(f"delete {names} ({size_text(total)})", yes=yes)
     reports: list[tuple[str, CollectReport]] = []
     try:
-        for step, mark in zip(found, marks, strict=True):
-            report = mark.delete(force=force, dry_run=dry_run)
+        for step, deletion in zip(found, deletions, strict=True):
+            check = partial(deletion.check, force=force, **ways)
+            report = deletion.delete(_expected(step), dry_run=dry_run, check=check)
             report = _without_known(".", report, step.items.values())
             reports.append((report.path, report))
             for folder in step.items.values():
@@ -566,22 +565,11 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     _print_reports(reports, dry_run=dry_run, quiet=quiet)
 
 
-def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
+def _check_ours(step: StepView) -> None:
     if step.state in FOREIGN:
         raise InvalidRequestError(
             f"{step.path.url} was written by another program, and ray-dcp deletes only its own "
             f"files; remove the directory yourself to delete it"
-        )
-    if marks.tags and not force:
-        plural = "" if len(marks.tags) == 1 else "s"
-        raise InvalidRequestError(
-            f"{step.path.url} has the tag{plural} {', '.join(marks.tags)}: remove it with "
-            f"ray-dcp tag --remove, or give --force"
-        )
-    if marks.readers and not force:
-        raise InvalidRequestError(
-            f"{step.path.url} is being read by {', '.join(marks.readers)}: wait until that is "
-            f"done, or give --force if it has ended"
         )
 
 
@@ -602,106 +590,11 @@ def _check_no_item(place: Target) -> None:
             )
 
 
-class _Marks:
-    """A step, with its tags, note and readers in its run."""
-
-    def __init__(self, step: StepView) -> None:
-        run, _, name = step.path.url.rstrip("/").rpartition("/")
-        self._view = step
-        self._name = name
-        self._step = step.step
-        self._run = replace(step.path, url=run)
-        self._shared = None
-        self.tags: tuple[str, ...] = ()
-        self.readers: tuple[str, ...] = ()
-        if self._step is not None and run and not run.endswith("/"):
-            self._shared = open_storage(place_below(self._run, SHARED_FOLDER))
-            self._read_marks()
-
-    def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
-        """Deletes the step as it was read, unless it has been protected or replaced since."""
-        from ray_dcp.runtime.garbage_collection import delete
-        from ray_dcp.runtime.tasks import new_attempt
-
-        # Careful: list before the delete. The step may be saved again, with an info of its own.
-        storage = open_storage(self._view.path)
-        infos = [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
-        if dry_run or self._shared is None or self._step is None:
-            report = delete(self._view.path, expected=self._expected, dry_run=dry_run)
-            storage.delete([] if dry_run or report.warnings else infos)
-            return report
-        # Why: from now on, a new tag or reader lease aborts the deletion, or fails.
-        mark = Announced(self._step, new_attempt(), self._name)
-        freeing(self._shared, partial(self._shared.write, mark.key, b""))
-        try:
-            self._read_marks()
-            _check_deletable(self._view, self, force=force)
-            with self._taken_away(self._shared, self._step):
-                work = partial(
-                    delete,
-                    self._view.path,
-                    expected=self._expected,
-                    attempt=mark.attempt,
-                    confirm=partial(check_announced, self._shared, mark),
-                )
-                report = freeing(self._shared, work)
-            storage.delete([] if report.warnings else infos)
-            if self._expected:
-                metrics = self._shared.list(metrics_of(self._step, self._expected))
-                self._shared.delete([entry.key for entry in metrics])
-            return report
-        finally:
-            # Why all deletions: a manager may delete another step because this one existed.
-            fence(
-                self._shared,
-                lambda name: open_storage(place_below(self._run, name)),
-                f"step {self._step} was removed",
-            )
-
-    @property
-    def _expected(self) -> str | None:
-        """Attempt id of the step as it was read; "" if nothing is committed, None if unknown."""
-        if self._view.manifest is not None:
-            return self._view.manifest.attempt
-        return None if self._view.state == "damaged" else ""
-
-    @contextmanager
-    def _taken_away(self, shared: Storage, step: int) -> Iterator[None]:
-        """Removes tags and note for the deletion in the block, and restores them if it fails.
-
-        *Why before the deletion*: the step may be saved again right after it, with other tags.
-        """
-        marks = {tag_key(step, tag): b"" for tag in self.tags}
-        note = read_if_there(shared, note_key(step))
-        marks |= {} if note is None else {note_key(step): note}
-        shared.delete([*marks])
-        try:
-            yield
-        except BaseException:
-            for key, data in marks.items():
-                shared.write(key, data)
-            raise
-
-    def _read_marks(self) -> None:
-        if self._shared is None:
-            return
-        found = tags_in(entry.key for entry in self._shared.list(f"{TAGS}{self._step}."))
-        self.tags = tuple(sorted(found.get(self._step or 0, ())))
-        leases = [entry.key for entry in self._shared.list(f"{READING}{self._step}.")]
-        self.readers = tuple(filter(None, (_reader(self._shared, key) for key in leases)))
-
-
-def _reader(shared: Storage, lease: str) -> str:
-    """Returns the holder of a reader lease as text; "" if its process has ended."""
-    from ray_dcp.manager.leases import LeaseHolder, this_process
-
-    data = read_if_there(shared, lease)
-    if data is None:
-        return ""
-    holder = LeaseHolder.decode(data)
-    if holder is None:
-        return "an unknown process"
-    return "" if holder.lives_here(this_process()) is False else str(holder)
+def _expected(step: StepView) -> str | None:
+    """Returns the attempt of a step as it was read; "" if nothing is committed, None if unknown."""
+    if step.manifest is not None:
+        return step.manifest.attempt
+    return None if step.state == "damaged" else ""
 
 
 @click.command()

@@ -48,8 +48,8 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.format.names import StepNames
+from ray_dcp.io.lease_holders import this_process
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of, beyond_floats
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of

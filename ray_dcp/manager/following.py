@@ -21,8 +21,9 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import RecordedMetric, metrics_of, recorded_in
+from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
-from ray_dcp.manager.leases import LEASE_S, ReaderLease
+from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.policies import check_metrics
 from ray_dcp.options import check_above_0
 from ray_dcp.runtime.rank_load import StepRange

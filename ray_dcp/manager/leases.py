@@ -1,4 +1,4 @@
-"""Leases: the writer lease of a root, the reader leases of steps, and the liveness of holders.
+"""Leases: the writer lease of a root, and the reader leases of steps.
 
 The writer lease ensures that one process at a time writes to a root, and that a process which lost
 it finds out. It is a numbered file that is created only if absent; the file with the highest number
@@ -9,174 +9,36 @@ assumed dead finds that number before its next save.
 A reader lease protects a step from deletion while it is read. The reader writes its lease and then
 aborts announced deletions; a deletion is announced before leases are read. See `io.records`.
 
-On the same machine, the operating system knows whether a holder is alive. On another machine, a
-holder is alive if it keeps changing a file. Clocks of two machines are never compared.
+Whether a holder is alive: `io.lease_holders`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import count
-from pathlib import Path
 
-from ray_dcp.core.processes import OwnProcess, pid_namespace, start_thread
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
+from ray_dcp.io.lease_holders import (
+    BEATS,
+    LEASE_S,
+    UNREADABLE,
+    LeaseHolder,
+    read_holder,
+    renewed,
+    this_process,
+)
 from ray_dcp.io.records import freeing, keep_reserve
 from ray_dcp.manager.catalogue import FOLDER, Root
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
-
-@dataclass(frozen=True)
-class LeaseHolder:
-    """The identity of a process that holds a lease."""
-
-    machine: str
-    """Host, boot and process namespace."""
-    pid: int
-    started: str
-    """Start time of the process as the kernel shows it, because process ids are reused."""
-    host: str = ""
-    nonce: str = ""
-    """Distinguishes two holders in one process. Holders with the same nonce replace each other
-    without a liveness check, as the worker groups of one Ray Train run do."""
-    root: str = ""
-    """Path or URL of the run as this process names it. A copy of a run contains a copy of its
-    lease, which this reveals."""
-
-    def encode(self, beat: int = 0, **more: float) -> bytes:
-        """Returns the stored form, with additional numbers."""
-        return json.dumps({**asdict(self), "beat": beat, **more}, sort_keys=True).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> LeaseHolder | None:
-        """Returns the holder in a stored lease; None if it can't be decoded."""
-        try:
-            found = json.loads(data)
-            return cls(
-                str(found["machine"]),
-                int(found["pid"]),
-                str(found["started"]),
-                str(found["host"]),
-                str(found["nonce"]),
-                str(found.get("root", "")),
-            )
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
-
-    def is_same_process(self, other: LeaseHolder) -> bool:
-        """Returns whether two holders are the same process."""
-        return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
-
-    def lives_here(self, here: LeaseHolder) -> bool | None:
-        """Returns whether the process is alive; None if it runs on another machine.
-
-        Args:
-            here: This process.
-        """
-        if self.machine != here.machine:
-            return None
-        started = _started(self.pid)
-        return _exists(self.pid) if started is None else started == self.started
-
-    def __str__(self) -> str:
-        return f"process {self.pid or '?'} on {self.host or 'an unknown host'}"
-
-
-def this_process() -> LeaseHolder:
-    """Returns the identity of this process, with a new nonce."""
-    host, pid = socket.gethostname(), os.getpid()
-    machine = f"{host} {pid_namespace().replace('/', ' ')}"
-    return LeaseHolder(machine, pid, _started(pid) or "", host, secrets.token_hex(6))
-
-
-def _started(pid: int) -> str | None:
-    """Returns the start time of a process; "" if it has ended, None if /proc does not show it."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def _exists(pid: int) -> bool:
-    """Returns whether a process exists, even if /proc hides those of other users (hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
-
-
-_UNREADABLE = LeaseHolder("", 0, "")
-"""The holder of a lease that can't be decoded. Such a lease counts as held."""
-
-
-def _read_holder(storage: Storage, key: str) -> tuple[bytes, LeaseHolder | None]:
-    """Returns a lease as stored, and its holder; None if there is no such lease."""
-    data = b""
-    for _ in range(2):  # A transmission error is not damage.
-        found = read_if_there(storage, key)
-        if found is None:
-            return b"", None
-        data, holder = found, LeaseHolder.decode(found)
-        if holder is not None:
-            return data, holder
-    return data, _UNREADABLE
-
-
-def renewed(beat: Callable[[int], bool], every_s: float) -> Callable[[], None]:
-    """Renews a lease periodically in a thread.
-
-    Args:
-        beat: Renews the lease; receives the number of the renewal, from 1. Returns False if the
-            lease is gone, which ends the renewals. Errors are ignored, as the next renewal follows
-            soon.
-        every_s: Interval, in seconds.
-
-    Returns:
-        A function that stops the renewals, and waits for one in progress.
-
-    Raises:
-        LimitError: The thread can't be started.
-    """
-    over = threading.Event()
-
-    def run() -> None:
-        for number in count(1):
-            if over.wait(every_s):
-                return
-            with suppress(Exception):
-                if not beat(number):
-                    return
-
-    def stop() -> None:
-        over.set()
-        thread.join(every_s)
-
-    thread = start_thread(run, "ray_dcp beat")
-    return stop
-
-
-LEASE_S = 30.0
-"""Default time without a renewal after which a holder on another machine counts as dead, in
-seconds."""
-
-_BEATS = 3
-"""Number of renewals within that time."""
 _MOST_TRIES = 20
 _RIGHT = re.compile(r"writer-(\d{8,16})\.(json|beat|released)")
 
@@ -252,7 +114,7 @@ class WriterLease:
             if has_failed:
                 logger.info("%s was written by %s, which has ended", self._root.url, holder)
             if storage.traits.shared:
-                self._stop = renewed(partial(self._beat, number + 1), self._lease_s / _BEATS)
+                self._stop = renewed(partial(self._beat, number + 1), self._lease_s / BEATS)
             self._number = number + 1
             self._remove_older(storage)
             keep_reserve(storage)
@@ -265,7 +127,7 @@ class WriterLease:
 
     def _held_error(self, number: int, holder: LeaseHolder) -> CheckpointExistsError:
         url = self._root.url
-        if holder is _UNREADABLE:
+        if holder is UNREADABLE:
             told = (
                 f"Who writes to {url} is not known, as its lease can't be read. If no job does, "
                 f"remove {FOLDER}/{_name(number)} there; CheckpointManager(takeover=True) does "
@@ -308,8 +170,8 @@ class WriterLease:
                 f"one any more. Make the manager anew, with the path of the run",
                 checkpoint_id=self._root.url,
             )
-        _, other = _read_holder(storage, _name(highest))
-        name = None if other is _UNREADABLE else other
+        _, other = read_holder(storage, _name(highest))
+        name = None if other is UNREADABLE else other
         raise CheckpointExistsError(
             f"{self._root.url} is written by {name or 'another manager'} since this manager "
             f"opened it; nothing is saved or deleted by this one any more. Use one root a job, or "
@@ -334,7 +196,7 @@ class WriterLease:
     def _read_newest(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
         """Returns the highest number and its holder; None if it was released."""
         number, is_released = _highest(storage)
-        return number, None if is_released else _read_holder(storage, _name(number))[1]
+        return number, None if is_released else read_holder(storage, _name(number))[1]
 
     def _count(self, storage: Storage, number: int, has_failed: bool, last_s: float) -> None:
         """Continues the counts of the previous holder, and adds that holder."""
@@ -346,7 +208,7 @@ class WriterLease:
             self.ran_s = float(before["ran_s"]) + min(max(0.0, ran_s), _LONGEST_RUN_S)
 
     def _is_live(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
-        if holder is _UNREADABLE:
+        if holder is UNREADABLE:
             return True
         if holder.is_same_process(self._holder) or holder.nonce == self._holder.nonce:
             return False  # An earlier holder that this one replaces.
@@ -360,8 +222,8 @@ class WriterLease:
             self._lease_s,
         )
         first = read_if_there(storage, _name(number, "beat"))
-        for _ in range(_BEATS + 1):
-            time.sleep(self._lease_s / _BEATS)
+        for _ in range(BEATS + 1):
+            time.sleep(self._lease_s / BEATS)
             if read_if_there(storage, _name(number, "beat")) != first:
                 return True
         return False
@@ -449,7 +311,7 @@ class ReaderLease:
             reason = f"step {self._step} is read by {self._holder}"
             self.unsure = self._root.fence(reason, self._step)
             if storage.traits.shared:
-                self._stop = renewed(self._beat, self._lease_s / _BEATS)
+                self._stop = renewed(self._beat, self._lease_s / BEATS)
         except BaseException:
             self.__exit__()
             raise
@@ -499,10 +361,10 @@ class Readers:
         Raises:
             StorageError: The storage failed.
         """
-        data, holder = _read_holder(shared, key)
+        data, holder = read_holder(shared, key)
         if holder is None:
             return False
-        if holder is _UNREADABLE:
+        if holder is UNREADABLE:
             if key not in self._seen:
                 logger.warning(
                     "%s/%s can't be read: its step stays. If nobody reads the step, remove that "

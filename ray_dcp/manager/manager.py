@@ -28,6 +28,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.names import STEP_NAME, StepNames
+from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.background import Ended, Finisher, in_time
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.collective_actions import (
@@ -39,7 +40,7 @@ from ray_dcp.manager.collective_actions import (
     best_step_of,
     candidates,
 )
-from ray_dcp.manager.leases import LEASE_S, ReaderLease
+from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.policies import Mode, RetentionPolicy, SaveFacts, SavePolicy
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import (
@@ -532,35 +533,45 @@ class CheckpointManager:
         self._check_open()
         return self._actions.restore(plain_integer(step), state_dict, options, progress)
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step.
+
+        Args:
+            step: The step.
+            force: Whether to delete it even if it has tags or is being read. That of rank 0 counts.
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
             InvalidRequestError: The step is no integer from 0, another program wrote it, or it is
-                being saved.
-            CheckpointError: Another process writes to this root, or reads the step.
+                being saved; or it has tags or readers, which the message names, and `force` is not
+                given.
+            CheckpointError: Another process writes to this root, or has protected the step
+                meanwhile.
         """
         self._check_writable()
         step = self._number(step)
-        self._actions.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
+        self._actions.agree(
+            f"deleting step {step}", lambda _: self._writer.delete(step, force=force)
+        )
 
-    def rewind(self, step: int) -> list[int]:
+    def rewind(self, step: int, *, force: bool = False) -> list[int]:
         """Deletes all later steps, so that training can continue from a step.
 
         Args:
             step: The newest step that is kept; it need not be committed.
+            force: Whether to delete steps that have tags or are being read. That of rank 0 counts.
 
         Returns:
             The deleted steps, newest first.
 
         Raises:
+            InvalidRequestError: As `delete`, for one of the steps or several; nothing is deleted.
             CheckpointError: As `delete`; steps that were not yet deleted remain.
         """
         self._check_writable()
         step = self._number(step)
         gone: list[int] = self._actions.agree(
-            f"rewinding to step {step}", lambda _: self._writer.rewind(step)
+            f"rewinding to step {step}", lambda _: self._writer.rewind(step, force=force)
         )
         return list(gone)
 

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
-from ray_dcp.format.names import READING, TAGS, check_tag, note_key, tag_key, tags_in
+from ray_dcp.format.names import TAGS, check_tag, note_key, tag_key, tags_in
 from ray_dcp.format.step_info import (
     StepInfo,
     check_metadata,
@@ -44,6 +44,7 @@ from ray_dcp.format.step_info import (
     info_slot,
     metrics_of,
 )
+from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.io.records import (
     Announced,
     check_announced,
@@ -61,7 +62,7 @@ from ray_dcp.manager.catalogue import (
     look_at_step,
     write_catalogue,
 )
-from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
+from ray_dcp.manager.leases import Readers, WriterLease
 from ray_dcp.manager.policies import (
     SaveCosts,
     SaveFacts,
@@ -73,6 +74,12 @@ from ray_dcp.manager.policies import (
 )
 from ray_dcp.manager.settings import ITEM, Settings
 from ray_dcp.runtime.garbage_collection import collect, delete
+from ray_dcp.runtime.step_deletion import (
+    Protection,
+    check_unprotected,
+    living_reader,
+    read_protection,
+)
 from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.storage import Storage
 
@@ -535,29 +542,38 @@ class Writer:
                 del self.catalogue.steps[going.step]
                 self.damaged.discard(going.step)
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step; its folder keeps the delete record.
+
+        Args:
+            step: The step.
+            force: Whether to delete it if it has tags or is being read.
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
-            InvalidRequestError: The step is being saved, or another program wrote it.
-            CheckpointExistsError: Another process writes to this root.
-            CheckpointError: The step is being read.
+            InvalidRequestError: The step is being saved, another program wrote it, or it has tags
+                or readers and `force` is not given.
+            CheckpointExistsError: Another process writes to this root, or has protected the step
+                meanwhile.
             StorageError: The storage failed.
         """
         self._look_as_writer()
-        self._delete_now(self._check_deletable(step))
+        self._delete_now([self._check_deletable(step)], force=force)
 
-    def rewind(self, step: int) -> tuple[int, ...]:
+    def rewind(self, step: int, *, force: bool = False) -> tuple[int, ...]:
         """Deletes all later steps, newest first, and returns them.
 
+        Args:
+            step: The newest step that is kept.
+            force: Whether to delete steps that have tags or are being read.
+
         Raises:
+            InvalidRequestError: As `delete`, for any of the steps; nothing is deleted.
             CheckpointError: As `delete`; steps that were not yet deleted remain.
         """
         self._look_as_writer()
         later = [self._check_deletable(one) for one in self.catalogue.steps if one > step]
-        for one in reversed(later):
-            self._delete_now(one)
+        self._delete_now(later[::-1], force=force)
         return tuple(one.step for one in reversed(later))
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
@@ -701,26 +717,33 @@ class Writer:
     def _untag(self, step: int, tags: Iterable[str]) -> None:
         self.root.shared.delete([tag_key(step, tag) for tag in sorted(tags)])
 
-    def _delete_now(self, going: Going) -> None:
-        step, tags = going.step, frozenset[str]()
+    def _delete_now(self, chosen: Sequence[Going], *, force: bool) -> None:
+        """Deletes steps by a person's order, in this order: all of them, or none if one is kept."""
+        found: dict[int, Protection] = {}
 
         def look_at_marks() -> tuple[Collection[Going], Catalogue]:
-            nonlocal tags
-            leases = self.root.shared.list(f"{READING}{step}.")
-            tags = self._tags_of(step)
-            return [going], Catalogue(read_by={step: tuple(entry.key for entry in leases)})
-
-        left = self._deletions.remove_all([going], look_at_marks)
-        if going.name in left:
-            raise left[going.name] or CheckpointError(
-                f"step {step} of {self.root.url} is being read, by this process or another one; "
-                f"delete it when that is over",
-                step=step,
+            for one in chosen:
+                found[one.step] = read_protection(
+                    self.root.shared, one.step, self._deletions.reader_of
+                )
+            check_unprotected(
+                {f"step {step} of {self.root.url}": one for step, one in found.items()},
+                force=force,
+                untag="tag(step, tag, remove=True)",
+                forced="force=True",
             )
-        self._lease.check()
-        self._untag(step, tags)
-        # Why: another deletion may have been decided because this step was committed.
-        self.root.fence(f"step {step} was deleted", None)
+            # Why no readers: it is decided by now.
+            return chosen, Catalogue()
+
+        left = self._deletions.remove_all(chosen, look_at_marks, stops=True)
+        if not left:
+            self._lease.check()
+        for one in chosen:
+            if (error := left.get(one.name)) is not None:
+                raise error
+            self._untag(one.step, found[one.step].tags)
+            # Why: another deletion may have been decided because this step was committed.
+            self.root.fence(f"step {one.step} was deleted", None)
 
 
 # --- places and deletions of steps ---------------------------------------------------------------
@@ -772,8 +795,18 @@ class Deletions:
     _removed: Callable[[Going], object]
     """Called with each deleted folder."""
 
+    def reader_of(self, shared: Storage, lease: str) -> str:
+        """Returns the holder of a reader lease as text; "" if it has ended."""
+        if not self._readers.is_live(shared, lease):
+            return ""
+        return living_reader(shared, lease) or "this process"
+
     def remove_all(
-        self, chosen: Collection[Going], look: Callable[[], tuple[Collection[Going], Catalogue]]
+        self,
+        chosen: Collection[Going],
+        look: Callable[[], tuple[Collection[Going], Catalogue]],
+        *,
+        stops: bool = False,
     ) -> dict[str, CheckpointError | None]:
         """Deletes step folders.
 
@@ -782,7 +815,9 @@ class Deletions:
 
         Args:
             chosen: The folders that may be deleted, as far as known.
-            look: Scans the storage; returns the folders that may be deleted, and the catalogue.
+            look: Scans the storage; returns the folders that may be deleted, and the catalogue. If
+                it raises, nothing is deleted.
+            stops: Whether the first folder that can't be deleted ends it.
 
         Returns:
             Folders that were not deleted, by name, with the error; None if the step is being read.
@@ -798,8 +833,16 @@ class Deletions:
         for _, mark in announced:
             freeing(shared, partial(shared.write, mark.key, b""))
         # Careful: all protections are read here; none may be remembered from before.
-        still, found = look()
-        for one, mark in announced:
+        try:
+            still, found = look()
+        except CheckpointError:
+            with suppress(CheckpointError):
+                shared.delete([mark.key for _, mark in announced])
+            raise
+        for number, (one, mark) in enumerate(announced):
+            if stops and left:
+                shared.delete([mark.key for _, mark in announced[number:]])
+                break
             try:
                 leases = found.read_by.get(one.step, ())
                 is_read = any(self._readers.is_live(shared, key) for key in leases)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
-from ray_dcp.manager.leases import LEASE_S
+from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.policies import (
     AnyOf,
     EverySteps,

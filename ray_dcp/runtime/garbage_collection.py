@@ -1,5 +1,7 @@
 """`collect` and `delete`: remove unused files, or a whole checkpoint. No torch, no ray.
 
+`ray_dcp.delete` is that of `step_deletion`, which asks first what protects a step of a run.
+
 `collect` removes files of attempts that no checkpoint needs. `delete` removes a checkpoint, with
 all files of other attempts. Its order: a delete record, from which on there is no checkpoint;
 `.metadata`; data; chunk tables; older records. A crash in between leaves work for the next delete,
@@ -172,7 +174,7 @@ def delete(
     attempt: str | None = None,
     confirm: Callable[[], object] = lambda: None,
 ) -> CollectReport:
-    """Deletes the checkpoint at a path, with all files of other attempts.
+    """Deletes the checkpoint at a path, whatever protects it; with all files of other attempts.
 
     Atomic: a reader finds the whole checkpoint, or that it was deleted. A save that began before
     fails, or its checkpoint is deleted as well. One small record remains, and files that ray_dcp

@@ -33,10 +33,11 @@ from ray_dcp.cli.main import main as command_line
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
 from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.io.lease_holders import this_process
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.manager.catalogue import FOLDER, Root, look
-from ray_dcp.manager.leases import ReaderLease, this_process
+from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import copying
@@ -106,6 +107,9 @@ def in_one_step():
         yield
     finally:
         _here.inside = before
+
+
+UNLESS_TAGGED = "unless it has a tag"
 
 
 @dataclass
@@ -324,7 +328,8 @@ class Round:
         order = self.order
         actor.writer = writer = self._writer(actor)
         if first > 1 and order.random() < 0.5:
-            self._asked(actor, range(first, NUM_STEPS), lambda: writer.rewind(first - 1))
+            with self._by_order(actor, range(first, NUM_STEPS)) as force:
+                writer.rewind(first - 1, force=force)
             self.model.took_lease(writer)
         for step in range(first, last + 1):
             if order.random() < 0.3:  # it died before it could write the catalogue, and came again
@@ -337,7 +342,8 @@ class Round:
                 again = order.choice(sorted(self.model.saved) or [step])
                 self._save(actor, writer, again, replace=True)
             if order.random() < 0.1:
-                self._asked(actor, [step], lambda step=step, by=writer: by.delete(step))
+                with self._by_order(actor, [step]) as force:
+                    writer.delete(step, force=force)
         writer.close()
 
     def _writer(self, actor) -> Writer:
@@ -372,7 +378,15 @@ class Round:
         writer.finish(place, True)
         writer.remover.drain()
 
-    def _asked(self, actor, steps, work, how: str = "force") -> None:
+    @contextmanager
+    def _by_order(self, actor, steps):
+        """Removes steps in the block, which is told whether tagged ones go, too."""
+        force = self.order.random() < 0.5
+        with self._asked(actor, steps, "force" if force else UNLESS_TAGGED):
+            yield force
+
+    @contextmanager
+    def _asked(self, actor, steps, how):
         """Has steps removed: until that is done, and after a crash, they may be there or not."""
         for step in steps:
             actor.asked[step] = how
@@ -381,7 +395,7 @@ class Round:
                 self.model.pinned.discard(step)
                 self.model.saved.discard(step)
         with suppress(errors.CheckpointError):
-            work()
+            yield
         for step in steps:
             actor.asked.pop(step)
             self.model.removing[step] -= 1
@@ -402,14 +416,12 @@ class Round:
     def _rm(self, actor) -> None:
         step = self._some_step()
 
-        def remove() -> None:
+        with self._asked(actor, [step], UNLESS_TAGGED):
             # Careful: no runner of click's. It takes stdout away from all threads.
             arguments = ["rm", f"{self.root.url}@{step}", "--yes", "--quiet"]
             with suppress(SystemExit, ClickException):
                 command_line(arguments, standalone_mode=False)
             self.model.seen["removed"] += 1
-
-        self._asked(actor, [step], remove, "unless it has a tag")
 
     def _read(self, actor) -> None:
         step = self._some_step()

@@ -8,9 +8,9 @@ from unittest import mock
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import LimitError
+from ray_dcp.io.lease_holders import this_process
 from ray_dcp.manager import background, leases
 from ray_dcp.manager.catalogue import Root, look
-from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.policies import EverySteps
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of

@@ -30,6 +30,7 @@ from ray_dcp import errors
 from ray_dcp.cli.main import main
 from ray_dcp.commit_protocol.messages import Exchange, Target
 from ray_dcp.format.step_info import RecordedMetric, latest_values, recorded_in
+from ray_dcp.io.lease_holders import this_process
 from ray_dcp.io.records import Announced, announced, fence
 from ray_dcp.manager import (
     AnyOf,
@@ -50,7 +51,6 @@ from ray_dcp.manager import (
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.manager.following import _follow
-from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.policies import (
     best_of,
     check_metrics,

@@ -215,6 +215,56 @@ def test_a_step_that_is_older_than_the_newest_is_refused_and_rewind_is_the_way_o
     assert manager.rewind(15) == []
 
 
+def test_no_order_deletes_a_tagged_step_without_force(manage):
+    """The manager's `delete` and `rewind`, and `ray_dcp.delete`; `rm` has a test of its own."""
+    manager = manage()
+    for step in (10, 20, 30, 40):
+        manager.save(step, state(step))
+    for step, tag in ((20, "release"), (40, "eval"), (40, "paper")):
+        manager.tag(step, tag)
+    orders = {
+        r"0*20.* has the tag release: remove it with .*force=True": [
+            lambda: manager.delete(20),
+            lambda: ray_dcp.delete(f"{manager.path}/step-00000020"),
+            lambda: ray_dcp.delete(f"{manager.path}/step-00000020", dry_run=True),
+        ],
+        r"step 40 .* has the tags eval, paper: .*; step 20 .* has the tag release:": [
+            lambda: manager.rewind(10)
+        ],
+    }
+    for told, refused in orders.items():
+        for order in refused:
+            with pytest.raises(errors.InvalidRequestError, match=told):
+                order()
+            assert manager.all_steps() == [10, 20, 30, 40]
+    run = ray_dcp.open_run(manager.path)
+    assert [run.step(step).tags for step in (20, 40)] == [("release",), ("eval", "paper")]
+    assert list(Path(manager.path, ".manager").glob("deleting/*")) == []
+    assert manager.rewind(20, force=True) == [40, 30]
+    ray_dcp.delete(f"{manager.path}/step-00000020", force=True)
+    assert manager.all_steps() == [10]
+    manager.save(40, state(40))
+    assert ray_dcp.open_run(manager.path).step(40).tags == ()
+
+
+def test_no_order_deletes_a_step_that_is_read_without_force(manage):
+    manager = manage()
+    for step in (10, 20):
+        manager.save(step, state(step))
+    told = r"is being read by process \d+ on .*: wait until that is done, or give force=True"
+    with manager.reading(20):
+        for order in (
+            lambda: manager.delete(20),
+            lambda: manager.rewind(5),
+            lambda: ray_dcp.delete(f"{manager.path}/step-00000020"),
+        ):
+            with pytest.raises(errors.InvalidRequestError, match=told):
+                order()
+            assert manager.all_steps() == [10, 20]
+        manager.delete(20, force=True)
+    assert manager.rewind(5) == [10]
+
+
 def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_saved(manage):
     manager = manage(1, 2, order="any")
     for step in (30, 10, 20, 10, 5):

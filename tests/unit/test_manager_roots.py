@@ -19,6 +19,7 @@ from ray_dcp import errors
 from ray_dcp.format import manifest
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
+from ray_dcp.io.lease_holders import _started, this_process
 from ray_dcp.io.records import Announced
 from ray_dcp.manager import (
     BestN,
@@ -30,7 +31,7 @@ from ray_dcp.manager import (
     leases,
 )
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
-from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, _started, this_process
+from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import KeyMissingError, MemoryStorage
@@ -638,7 +639,7 @@ def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
     assert (second.num_read, second.steps, second.tags) == (0, first.steps, first.tags)
     save_step(writer, storage, 4, NEW)
     save_step(writer, storage, 2, NEW, replace=True, metrics={"loss": 9})
-    writer.delete(3)
+    writer.delete(3, force=True)
     third = look(root, names)
     assert list(third.steps) == [1, 2, 4]
     assert third.steps[2].info.metrics == {"loss": 9.0}
