@@ -48,7 +48,12 @@ from ray_dcp.torch_adapter.sink import (
     geometry,
     target_problem,
 )
-from ray_dcp.torch_adapter.state import OwnValues, must_be_taken, stateful_to_load_targets
+from ray_dcp.torch_adapter.state import (
+    OwnValues,
+    asked_names,
+    must_be_taken,
+    stateful_to_load_targets,
+)
 from ray_dcp.torch_adapter.targets import ObjectTaker, Targets, first_chunks
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,
@@ -511,9 +516,10 @@ def plan_targets(
     """
     options = options or LoadOptions()
     prefixes = tuple(options.prefixes)
-    index = stored_names(table.names, options.key_map)
+    index: Mapping[str, int] = stored_names(table.names, options.key_map)
     loaded = None
     if stateful:
+        index = asked_names(state_dict, index)
         stored = Stored.of_table(table, index)
         loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
     decisive = set() if loaded is None else set().union(*loaded.decisive.values())

@@ -5,37 +5,36 @@ rebuild it, or drop it, and they match parameter groups by position. This module
 and preserves values: a load creates its targets by what is stored, fills existing tensors in place
 where they fit, and sets `state` and `param_groups` itself. It uses torch's code in two cases only:
 an optimizer whose class replaces `load_state_dict` loads by that method, and its state is compared
-with the stored one afterwards; and torch's helper shards the state of FSDP1's flat parameters.
+with the stored one afterwards; and FSDP1 shards the state of its flat parameters.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.core.values import ChunkTable, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
 from ray_dcp.torch_adapter.flatten import below, flatten, listed, set_by_path
+from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
 from ray_dcp.torch_adapter.priming import primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
@@ -153,14 +152,23 @@ def optimizer_part(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Mo
     """
     if not gives_torchs(optimizer, torch.optim.Optimizer):
         return _OwnForm(optimizer)
+    key = naming_module(optimizer, modules)
+    if key is None:
+        return _Named(optimizer, {})
+    if FullyShardedDataParallel.fsdp_modules(modules[key]):
+        return _FlatParameters(optimizer, modules[key], key)
+    wanted = {id(parameter) for parameter in _parameters(optimizer)}
+    by_name = {n: p for n, p in ModuleNames(modules[key]).parameters() if id(p) in wanted}
+    return _Named(optimizer, by_name, key)
+
+
+def naming_module(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> str | None:
+    """Returns the key of the first module that has all parameters of an optimizer, or None."""
     wanted = {id(parameter) for parameter in _parameters(optimizer)}
     for key, module in modules.items():
         if wanted <= {id(parameter) for parameter in module.parameters()}:
-            if FullyShardedDataParallel.fsdp_modules(module):
-                return _FlatParameters(optimizer, module, key)
-            by_name = {n: p for n, p in _names(module).items() if id(p) in wanted}
-            return _Named(optimizer, by_name, key)
-    return _Named(optimizer, {})
+            return key
+    return None
 
 
 def gives_torchs(value: Any, cls: Any, name: str = "state_dict") -> bool:
@@ -170,15 +178,6 @@ def gives_torchs(value: Any, cls: Any, name: str = "state_dict") -> bool:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _names(module: nn.Module) -> dict[str, Any]:
-    """Returns parameters by their names without wrappers; a shared one by each of its names."""
-    return {
-        fqn: parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        for fqn in _stock._get_fqns(module, name)
-    }
 
 
 def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
@@ -800,32 +799,50 @@ class _OwnForm:
 
 
 class _FlatParameters(_OwnForm):
-    """Adapter of an optimizer over FSDP1's flat parameters; torch's helper shards their state."""
+    """Adapter of an optimizer over FSDP1's flat parameters; FSDP1 shards their state."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, module: nn.Module, module_key: str
     ) -> None:
         super().__init__(optimizer)
         self._module, self._module_key = module, module_key
-        self._groups: list[set[str]] = []
+        self._names = ModuleNames(module)
+        self._own_names: dict[str, str] = {}
+        self._groups: list[list[str]] = []
         self._renamed_to: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        with _as_if_stepped(self._optimizer):
-            found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
-        return dict(found)
+        with sharded_state(self._module):
+            found = FullyShardedDataParallel.optim_state_dict(
+                self._module,
+                self._optimizer,
+                self._optimizer.state_dict(),
+                group=_group_of(self._module),
+            )
+        listed_names = chain.from_iterable(group["params"] for group in found["param_groups"])
+        # FSDP1's own names, which have the parts of `torch.compile` in them.
+        self._own_names = self._names.by_clean_name([*found["state"], *listed_names])
+        clean = {own: name for name, own in self._own_names.items()}
+        return {
+            **found,
+            "state": {clean[name]: value for name, value in found["state"].items()},
+            "param_groups": [
+                {**group, "params": [clean[name] for name in group["params"]]}
+                for group in found["param_groups"]
+            ],
+        }
 
     def targets(
         self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
     ) -> OptimizerTargets:
         found = super().targets(key, stored, prefixes, strict=strict)
-        names = _names(self._module)
+        names = dict(self._names.parameters())
         self._renamed_to = _renamed(_stored_in_module(stored, self._module_key, names))
         self._groups = []
         items = stored.below(key, ())
         if found.state is None or not items:
             return found
-        self._groups = [set(group["params"]) for group in found.state["param_groups"]]
+        self._groups = [group["params"] for group in found.state["param_groups"]]
         state = found.state["state"]
         for name in list(state):
             if not any(each in items for each in flatten({"state": {name: state[name]}}).names):
@@ -838,41 +855,42 @@ class _FlatParameters(_OwnForm):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         lists = _under_new_names([group["params"] for group in groups], self._renamed_to)
-        groups = [{**group, "params": names} for group, names in zip(groups, lists, strict=True)]
-        # Why sorted here: torch's helper matches groups by position if there is no state.
-        found = [[g for g in groups if own.intersection(g["params"])] for own in self._groups]
-        if len(found) == len(groups) and all(len(matches) == 1 for matches in found):
-            groups = list(chain.from_iterable(found))
+        if self._groups:
+            # Why made anew: FSDP1 takes groups by position.
+            held = self._optimizer.param_groups
+            stored = [(set(names), group) for names, group in zip(lists, groups, strict=True)]
+            groups = [
+                dict(ChainMap({"params": own}, *(g for some, g in stored if some & {*own}), rest))
+                for own, rest in zip(self._groups, held, strict=True)
+            ]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _set(self, state_dict: dict[str, Any]) -> None:
-        with _as_if_stepped(self._optimizer):
-            # Why not strict: a parameter that never had a gradient has no state.
-            _stock.set_optimizer_state_dict(
+        own = self._own_names
+        state = {own.get(name, name): value for name, value in state_dict["state"].items()}
+        groups = [
+            {**group, "params": [own[name] for name in group["params"] if name in own]}
+            for group in state_dict["param_groups"]
+        ]
+        with sharded_state(self._module):
+            packed = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module,
                 self._optimizer,
-                state_dict,
-                options=StateDictOptions(strict=False),
+                {**state_dict, "state": state, "param_groups": groups},
+                group=_group_of(self._module),
             )
+        self._optimizer.load_state_dict(packed)
 
 
-@contextmanager
-def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Prevents torch's helpers from stepping an optimizer that has no state.
+def _group_of(module: nn.Module) -> Any:
+    """Returns the process group of the outermost FSDP1 module; None if it has several.
 
-    They take a gradient as the sign that no state has to be created.
+    Source: torch/distributed/checkpoint/state_dict.py, `_get_fsdp_process_group`.
     """
-    parameters = _parameters(optimizer)
-    lent: list[torch.Tensor] = []
-    try:
-        if not optimizer.state and all(p.grad is None for p in parameters):
-            for parameter in [p for p in parameters if p.requires_grad][:1]:
-                parameter.grad = torch.zeros_like(parameter)
-                lent.append(parameter)
-        yield
-    finally:
-        for parameter in lent:
-            parameter.grad = None
+    first = FullyShardedDataParallel.fsdp_modules(module)[0]
+    several = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    group = first.process_group
+    return None if first.sharding_strategy in several or isinstance(group, tuple) else group
 
 
 # --- names and places ---------------------------------------------------------------------------

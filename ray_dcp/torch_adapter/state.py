@@ -12,6 +12,7 @@ parameters. So both are named by parameter, as in torch's own helpers; see `opti
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from copy import copy
@@ -21,9 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
@@ -36,7 +35,14 @@ from ray_dcp.errors import (
 )
 from ray_dcp.torch_adapter.collective import call_user_code
 from ray_dcp.torch_adapter.flatten import Flat, below, check_names, concerns, flatten, listed
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, gives_torchs, optimizer_part
+from ray_dcp.torch_adapter.module_names import ModuleNames, renamed, sharded_state
+from ray_dcp.torch_adapter.optimizer_state import (
+    Cast,
+    Stored,
+    gives_torchs,
+    naming_module,
+    optimizer_part,
+)
 from ray_dcp.torch_adapter.priming import primed
 from ray_dcp.torch_adapter.tensors import dtype_name
 
@@ -206,10 +212,10 @@ def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     Why not of `state_dict()`: that of FSDP1 is a collective.
     """
     found: dict[str, torch.dtype] = {}
-    for each in {module, _unwrapped(module)}:
-        for named in (each.named_parameters, each.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                found[name] = found[_WRAPPED.sub("", name)] = tensor.dtype
+    names = ModuleNames(module)
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            found[name] = found[names.clean(name)] = tensor.dtype
     return found
 
 
@@ -230,6 +236,28 @@ def _on_meta(key: str, names: Sequence[str]) -> UnsupportedValueError:
         f"and pass what that holds then to module.load_state_dict(..., assign=True)",
         key=f"{key}.{names[0]}",
     )
+
+
+def asked_names(state_dict: Mapping[str, Any], index: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns the names of a checkpoint as the modules and optimizers of a state dict ask for them.
+
+    Args:
+        state_dict: The user's argument of `load`.
+        index: Names in the checkpoint, with their numbers. They may have names of wrappers of
+            modules in them, as those of `torch.compile(model).state_dict()`.
+
+    Raises:
+        StateDictError: Two values of the checkpoint have the same name without wrappers.
+    """
+    modules = _modules(state_dict)
+    owners = {key: ModuleNames(module) for key, module in modules.items()}
+    for key, value in state_dict.items() if modules else ():
+        if isinstance(value, torch.optim.Optimizer):
+            module_key = naming_module(value, modules)
+            if module_key is not None:
+                for part in ("state", "param_groups"):
+                    owners[f"{key}.{part}"] = owners[module_key]
+    return renamed(index, owners)
 
 
 def must_be_taken(
@@ -263,26 +291,12 @@ def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
         ['model.weight']
     """
     return frozenset(
-        f"{key}.{_WRAPPED.sub('', name)}"
+        f"{key}.{name}"
         for key, value in state_dict.items()
         if isinstance(value, nn.Module)
-        for name, parameter in _unwrapped(value).named_parameters(remove_duplicate=False)
+        for name, parameter in ModuleNames(value).parameters()
         if not parameter.requires_grad
     )
-
-
-_WRAPPED = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-"""Parts of names that wrappers of modules add. Why not by torch's helper: it looks each name up in
-the module, and a name that is missed costs a guess."""
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    inner: nn.Module = module
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        inner = module.module
-    return inner
 
 
 class _Model:
@@ -290,7 +304,8 @@ class _Model:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._has_own_names = False
+        self._names: dict[str, str] = {}
+        self._metadata: Any = None
         self._key, self._without_memory = "", list[str]()
 
     def check_memory(
@@ -315,37 +330,22 @@ class _Model:
         self._key, self._without_memory = key, skipped
 
     def state_dict(self) -> dict[str, Any]:
-        # Why: torch's helper omits tensors that are on no device, so they would be lost.
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        # Why not for empty modules: it needs a rank to report that there is nothing.
-        if tensors and not any(tensor.is_meta for tensor in tensors):
-            try:
-                return _stock.get_model_state_dict(self._module)
-            except (AttributeError, AssertionError, RuntimeError):
-                # Some keys are no attributes: `weight.absmax` of a quantised layer.
-                pass
-        self._has_own_names = True
-        return self._module.state_dict()
+        with sharded_state(self._module):
+            own = self._module.state_dict()
+        self._names = ModuleNames(self._module).by_clean_name(own)
+        self._metadata = getattr(own, "_metadata", None)
+        return {name: own[each] for name, each in self._names.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._has_own_names:
-            self._module.load_state_dict(state_dict)
-            held = self._module.state_dict() if self._without_memory else {}
-            if still := [name for name in self._without_memory if held[name].is_meta]:
-                raise _on_meta(self._key, still)
-        elif FullyShardedDataParallel.fsdp_modules(self._module):
-            # Why a copy: torch's helper changes its argument.
-            _stock.set_model_state_dict(self._module, dict(state_dict))
-        else:
-            # Why not the helper: it expects all parameters, and a state dict hook may omit some.
-            own = {
-                fqn: name
-                for name in self._module.state_dict()
-                for fqn in _stock._get_fqns(self._module, name)
-            }
-            self._module.load_state_dict(
-                {own.get(name, name): value for name, value in state_dict.items()}
-            )
+        own = OrderedDict((self._names.get(name, name), one) for name, one in state_dict.items())
+        if self._metadata is not None:
+            # Why: without it a class takes what it gets for state of an older version.
+            own._metadata = self._metadata  # type: ignore[attr-defined]
+        with sharded_state(self._module):
+            self._module.load_state_dict(own)
+        held = self._module.state_dict() if self._without_memory else {}
+        if still := [name for name in self._without_memory if held[self._names[name]].is_meta]:
+            raise _on_meta(self._key, still)
 
 
 def _find_stateful(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
 from ray_dcp.errors import StateDictError, UnsupportedValueError
+from tests.support import wrapping
 
 Wrap = Any
 
@@ -468,3 +470,124 @@ def test_an_optimizer_of_other_parameters_keeps_its_numbers(tmp_path: Path):
     assert "optimizer.state.0.exp_avg" in ray_dcp.open(tmp_path / "c")
     load(other, tmp_path)
     assert of_all(other) == of_all(state)
+
+
+def wrapped_net(text: str, seed: int) -> dict[str, Any]:
+    """Returns a model that is wrapped as a text of `wrapping.WRAPPED` says, and its optimizer."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model = wrapping.wrapped(text, net, init_device_mesh("cpu", (1,)))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+
+def losses(state: dict[str, Any], num_steps: int = 2) -> list[float]:
+    found = []
+    for number in range(num_steps):
+        loss = state["model"](torch.full((3, 4), 0.5 + number)).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        found.append(loss.item())
+    return found
+
+
+FEW = (
+    "compile+AC | ",
+    "compile+AC | DDP",
+    "AC | FSDP1",
+    " | FSDP1+compile",
+    "compile+AC | FSDP1 orig+compile",
+    "compile+AC+FSDP2 | FSDP2",
+)
+WRAPPED = tuple(wrapping.WRAPPED) if os.environ.get("RAY_DCP_THOROUGH") else FEW
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """What a plain model and optimizer save after two steps, and their losses after that."""
+    state, path = wrapped_net(" | ", 1), tmp_path_factory.mktemp("plain")
+    losses(state)
+    save(state, path)
+    return path, losses(state)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("text", WRAPPED)
+def test_every_order_of_wrappers_gives_a_plain_model_s_names(
+    text: str, undisturbed: tuple[Path, list[float]], tmp_path: Path
+):
+    path, expected = undisturbed
+    state = wrapped_net(text, 1)
+    losses(state)
+    save(state, tmp_path)
+    assert set(ray_dcp.open(tmp_path / "c").names) == set(ray_dcp.open(path / "c").names)
+    for other, saved in ((text, tmp_path), (text, path), (" | ", tmp_path)):
+        fresh = wrapped_net(other, 2)
+        load(fresh, saved)
+        assert losses(fresh) == expected
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("text", [" | ", *WRAPPED])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.replace(".", "._orig_mod."),
+        lambda name: "_orig_mod.module." + name.replace(".", "._checkpoint_wrapped_module."),
+        lambda name: "_fsdp_wrapped_module." + name,
+    ],
+)
+def test_names_of_wrappers_in_a_checkpoint_fit_whatever_wraps_the_module_now(
+    text: str, rename: Any, undisturbed: tuple[Path, list[float]], tmp_path: Path
+):
+    """Stock DCP saves such names, and so did versions before."""
+    path, expected = undisturbed
+    plain = ray_dcp.read_state_dict(path / "c")
+    save(wrapping.with_parts_of_wrappers(plain, rename), tmp_path)
+    fresh = wrapped_net(text, 2)
+    report = load(fresh, tmp_path)
+    assert "model.0.weight" in report.loaded
+    assert not report.unexpected
+    assert losses(fresh) == expected
+
+
+def test_a_submodule_with_the_name_of_a_wrapper_s_part_keeps_it(tmp_path: Path):
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.ModuleDict({"module": nn.Linear(2, 2), "_orig_mod": nn.Linear(2, 2)})
+            self.head = nn.Linear(2, 1)
+
+    names = {name for name, _ in Outer().named_parameters()}
+    state = {"model": WRAPS["compiled DDP"](Outer())}
+    save(state, tmp_path)
+    assert set(ray_dcp.open(tmp_path / "c").names) == {f"model.{name}" for name in names}
+    raw = {"model": {f"module.{n}": one for n, one in Outer().state_dict().items()}}
+    ray_dcp.save(raw, checkpoint_id=tmp_path / "raw", no_dist=True)
+    for folder, values in (("c", state["model"]._orig_mod.module.state_dict()), ("raw", None)):
+        other = Outer()
+        ray_dcp.load({"model": other}, checkpoint_id=tmp_path / folder, no_dist=True)
+        for name, value in other.state_dict().items():
+            assert value.equal(values[name] if values else raw["model"][f"module.{name}"])
+
+
+def test_values_whose_names_differ_by_a_wrapper_s_part_alone_are_refused_by_name(tmp_path: Path):
+    class Adds(DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module)
+            self.weight = nn.Parameter(torch.ones(1))
+
+    both = r"'module\.weight' and 'weight'|'weight' and 'module\.weight'"
+    with pytest.raises(StateDictError, match=both):
+        save({"model": Adds(nn.Linear(2, 2))}, tmp_path)
+    one = torch.ones(2, 2)
+    state = {"_orig_mod.weight": one, "module.weight": one + 1, "bias": one[0]}
+    save({"model": state}, tmp_path)
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(StateDictError, match=r"_orig_mod\.weight.*module\.weight.*key_map") as told:
+        load({"model": model}, tmp_path)
+    assert "'model.weight'" in str(told.value)
+    assert model.weight.equal(before)
+    load({"model": model}, tmp_path, strict=False, key_map={"model.module.weight": "old"})
+    assert model.weight.equal(one)
