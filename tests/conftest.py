@@ -50,7 +50,7 @@ LONGEST = (
     "test_runtime_stager", "test_memory_tier", "test_runtime_workers",
     "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",
     "test_frameworks", "test_full_disk", "test_manager_ranks",
-    "test_repeated_saves", "test_gatherers",
+    "test_repeated_saves", "test_gatherers", "test_full_memory",
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several
 processes end at about the same time. In front are those that mostly wait: meanwhile the others

@@ -46,6 +46,7 @@ from ray.exceptions import (
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, OUT_OF_REACH_S
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
+from ray_dcp.stage.node_memory import ObjectStoreFile
 
 SLICE_S = 0.1
 """Longest time that a waiting thread stays inside Ray, in seconds; `ray.shutdown` may take so much
@@ -137,10 +138,27 @@ def _end_s(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-def put(value: Any) -> Any:
-    """Does the same as `ray.put`."""
-    with inside():
+def put(value: Any, num_bytes: int) -> Any:
+    """Does the same as `ray.put`, once the node's memory has room for the object.
+
+    Args:
+        value: The object.
+        num_bytes: How many it takes of the object store.
+
+    Raises:
+        NoRoomError: There is no room; to put it all the same might end this process.
+    """
+    with _store_file(this_connection()).room(num_bytes), inside():
         return _put(value)
+
+
+@functools.lru_cache(maxsize=1)
+def _store_file(connection: tuple[str, str] | None) -> ObjectStoreFile:
+    """Returns the file of the object store that a connection of this process uses."""
+    for node in nodes() if connection is not None else ():
+        if connection is not None and node["NodeID"] == connection[0]:
+            return ObjectStoreFile.of_store(node["ObjectStoreSocketName"])
+    return ObjectStoreFile(None)
 
 
 def get_actor(name: str, namespace: str | None = None) -> Any:

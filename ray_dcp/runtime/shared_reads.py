@@ -33,6 +33,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import SHARE_TIMEOUT_S
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.runtime import ray_calls
+from ray_dcp.stage.node_memory import NoRoomError
 
 LISTEN_S = 5.0
 """How long the coordinator delays the answer to a request for updates, in seconds."""
@@ -121,9 +122,9 @@ class RayTransport:
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
         """See `Transport.offer`."""
         try:
-            ref = ray_calls.put(np.frombuffer(data, np.uint8))
+            ref = ray_calls.put(np.frombuffer(data, np.uint8), len(data))
             found = ray_calls.get(ref).data
-        except RayError as error:
+        except (RayError, NoRoomError) as error:
             logger.warning("The object store took no bytes, each rank reads them: %s", error)
             return None
         with self._changed:

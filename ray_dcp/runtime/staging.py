@@ -39,6 +39,7 @@ from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.ray_calls import call_actor, check_ray
 from ray_dcp.runtime.session import LEASE_S, NAMESPACE
 from ray_dcp.runtime.stager import StagingAddress, stager_of
+from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
     Grant,
@@ -131,9 +132,14 @@ class ActorLink:
             getattr(self.handle, method).remote(*arguments)
 
     def put(self, parts: list[np.ndarray]) -> Any:
-        """Returns a reference to an object that has a copy of these runs of bytes."""
+        """Returns a reference to an object that has a copy of these runs of bytes.
+
+        Raises:
+            NoRoomError: The node's memory has no room for it.
+        """
         # Why no arrays: Ray takes three times as long to make arrays again in another process.
-        return ray_calls.put([PickleBuffer(part) for part in parts])  # type: ignore[arg-type]
+        buffers = [PickleBuffer(part) for part in parts]  # type: ignore[arg-type]
+        return ray_calls.put(buffers, sum(map(len, parts)))
 
     def end_stager(self) -> None:
         """Asks for the end of the stager's process, and does not wait for it.
@@ -227,6 +233,7 @@ def transfer(
 
     Raises:
         StagerGone: It died; everything is to be handed to another one.
+        NoRoomError: The node's memory has no room for a window.
         CheckpointError: It refused or gave up, or `filler` or `deferred` failed.
     """
     silence_s = order.options.heartbeat_timeout_s
@@ -313,7 +320,10 @@ class _WindowObjects:
         if self._free:
             return self._free.pop()
         # Its pages take memory only where bytes are copied to.
-        lease = _scratch.lease(self._window_bytes)
+        try:
+            lease = _scratch.lease(self._window_bytes)
+        except MemoryError as error:
+            raise NoRoomError(str(error)) from error
         for piece in range(-(-self._window_bytes // PIECE_BYTES)):
             lease.pin(self._pin, piece)
         return lease
@@ -407,7 +417,7 @@ class RankStaging:
         def touch() -> None:
             step_behind(19)
             # Suppressed: a first save is slower then, and raises what is wrong.
-            with suppress(CheckpointError, StagerGone, RayError):
+            with suppress(CheckpointError, StagerGone, NoRoomError, RayError):
                 link = self.link()
                 own_bytes = link.call("warm", self.name, num_bytes, timeout_s=WARM_S)
                 # Why all at once: each is to get a place of its own in the store, as the windows
@@ -452,6 +462,7 @@ class RankStaging:
             stop: Ends it early, with its error: where ranks share a file one waits for the others.
 
         Raises:
+            NoRoomError: The node's memory has no room; nothing stays at the stager.
             LimitError: The node's budget is too small for one window.
             ParticipantError: No stager stays alive.
             CheckpointError: It was cancelled, or `captured` failed.

@@ -2,11 +2,13 @@
 
 In a job with Ray the stager of the node holds them (`StagerBackend`), and writes them while the
 rank waits for the outcome, also if the rank died. A process without Ray, alone or one of several,
-holds them itself (`InProcessBackend`), in memory that it does not train with.
+holds them itself (`InProcessBackend`), in memory that it does not train with. So does a rank of a
+Ray for one save where the object store has no room.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -38,6 +40,7 @@ from ray_dcp.runtime.rank_save import (
     RankSave,
     result_or_error,
 )
+from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import StageKey
 from ray_dcp.stage.staged_memory import PIECE_BYTES, Lease, PrivateMemory, WindowBytes
 from ray_dcp.stage.windows import deferred_items, fill_window, filler_of, lay_out_windows
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.staging import Staged
 
 Finish = Generator[Request, Reply, SaveOutcome]
+
+logger = logging.getLogger(__name__)
 
 
 def staging_backend_of(session: Any) -> StagingBackend:
@@ -162,17 +167,21 @@ class InProcessBackend:
 
 
 class StagerBackend:
-    """Stages at the stager of this rank's node.
+    """Stages at the stager of this rank's node, or in this process where that has no room.
 
     Args:
         session: Of this rank.
+
+    Attributes:
+        kind: `SaveReport.staging`.
+        num_bytes: Bytes that were copied.
     """
 
-    kind = "object_store"
-
     def __init__(self, session: RaySession) -> None:
+        self.kind = "object_store"
         self.num_bytes = 0
         self._session = session
+        self._here: InProcessBackend | None = None
         self._staged: Staged | None = None
         self._last: tuple[int, int] = (0, 0)
 
@@ -182,16 +191,46 @@ class StagerBackend:
         """See `InProcessBackend.stage`."""
         held: PartsHeld | None = None
         error: CheckpointError | None = None
+        no_room: list[NoRoomError] = []
         if go.plan.files:
-            hand_over = partial(self._transfer, save, go, captured)
+
+            def hand_over() -> PartsHeld | None:
+                try:
+                    return self._transfer(save, go, captured)
+                except NoRoomError as found:
+                    no_room.append(found)
+                    return None
+
             held, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
-        key = save.progress.key or save.key
-        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, error, held)
+        save = replace(save, key=save.progress.key or save.key)
+        if no_room:
+            return self._stage_here(save, go, captured, no_room[0])
+        ack = SaveStaged(save.key, save.rank, go.attempt, go.epoch, error, held)
         return error, save.outcome(go, ack, self._find_receipts)
+
+    def _stage_here(
+        self, save: RankSave, go: SaveGo, captured: Captured, why: NoRoomError
+    ) -> tuple[CheckpointError | None, Finish]:
+        """Stages in this process: the other ranks see a rank that writes itself."""
+        logger.warning(
+            "Rank %d stages its save to %s in its own process, and that save ends with it: %s. "
+            "Remove what fills that memory, or start Ray with an --object-store-memory that fits "
+            "beside it",
+            save.rank,
+            save.target.url,
+            why,
+        )
+        self._here = here = InProcessBackend()
+        self.kind = here.kind
+        error, finish = here.stage(save, go, captured)
+        self.num_bytes = here.num_bytes
+        return error, finish
 
     def progress(self) -> tuple[int, int]:
         """See `InProcessBackend.progress`."""
+        if self._here is not None:
+            return self._here.progress()
         found = None if self._staged is None else self._staged.progress()
         if found is not None:
             self._last = (found.written_bytes, found.num_bytes)
@@ -199,6 +238,8 @@ class StagerBackend:
 
     def release(self, *, committed: bool) -> None:
         """See `InProcessBackend.release`."""
+        if self._here is not None:
+            self._here.release(committed=committed)
         if self._staged is not None:
             self._staged.release(committed=committed)
 

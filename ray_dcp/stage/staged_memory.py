@@ -32,6 +32,7 @@ import numpy as np
 
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import InternalError
+from ray_dcp.stage.node_memory import free_memory_bytes
 from ray_dcp.stage.windows import Pin
 
 _POPULATE_WRITE = 23
@@ -131,6 +132,13 @@ class _Area:
     """
 
     def __init__(self, num_bytes: int) -> None:
+        # Why: the kernel maps what it does not have, and ends a process when it is touched.
+        left_bytes = free_memory_bytes()
+        if num_bytes > left_bytes:
+            raise MemoryError(
+                f"no {num_bytes} bytes for staging: the machine or the control group of this "
+                f"process has {left_bytes} left"
+            )
         try:
             # Careful: by default it would be shared with children, who would write into it as well.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -294,9 +302,6 @@ class WindowBudget(Generic[J]):
     Args:
         limit_bytes: How many there are.
 
-    Attributes:
-        used_bytes: How many are granted, or not free again yet.
-
     Examples:
         >>> budget = WindowBudget(8)
         >>> budget.begin("a", [(4, {0}), (4, {0}), (2, {0})])
@@ -312,11 +317,16 @@ class WindowBudget(Generic[J]):
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._leaving_bytes = 0
+        self._granted: list[Room[J]] = []
+        self._leaving: list[Room[J]] = []
         self._ended: list[Room[J]] = []
         self._jobs: dict[J, _Job] = {}
         self._waiting: deque[J] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """How many are granted, or not free again yet."""
+        return _bytes_of(self._granted) + _bytes_of(self._leaving)
 
     def begin(
         self,
@@ -350,10 +360,10 @@ class WindowBudget(Generic[J]):
                 window = job.windows[number]
                 if not self._has_room(window.num_bytes):
                     break
-                self.used_bytes += window.num_bytes
                 window.has_room = True
                 job.num_granted += 1
                 given.append(Room(name, number, window.num_bytes))
+                self._granted.append(given[-1])
                 if job.num_granted < len(job.windows):
                     self._waiting.append(name)
             self._waiting.popleft()
@@ -391,8 +401,7 @@ class WindowBudget(Generic[J]):
 
     def freed(self, room: Room[J]) -> None:
         """Records that the memory of a window is free, after its room had ended."""
-        self.used_bytes -= room.num_bytes
-        self._leaving_bytes -= room.num_bytes
+        self._leaving.remove(room)
 
     def drop(self, job: J) -> None:
         """Forgets a job and ends its room; neither its rank nor a writer may use it any more.
@@ -408,7 +417,7 @@ class WindowBudget(Generic[J]):
         """Returns whether there is room now; gives up what is only kept where that helps."""
         while self.used_bytes + num_bytes > self.limit_bytes:
             # Why: what leaves is free in a moment, and no more need go for this window.
-            if self.used_bytes - self._leaving_bytes + num_bytes <= self.limit_bytes:
+            if _bytes_of(self._granted) + num_bytes <= self.limit_bytes:
                 return False
             if not self._give_up_kept():
                 return False
@@ -434,5 +443,11 @@ class WindowBudget(Generic[J]):
     def _end_window(self, name: J, number: int, window: _Window) -> None:
         if window.has_room:
             window.has_room = False
-            self._leaving_bytes += window.num_bytes
-            self._ended.append(Room(name, number, window.num_bytes))
+            room = Room(name, number, window.num_bytes)
+            self._granted.remove(room)
+            self._leaving.append(room)
+            self._ended.append(room)
+
+
+def _bytes_of(rooms: Sequence[Room[J]]) -> int:
+    return sum(room.num_bytes for room in rooms)
