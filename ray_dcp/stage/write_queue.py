@@ -105,6 +105,8 @@ class WriteQueue:
         self._window_bytes = window_bytes
         self._linger_s = linger_s
         self._leaving: deque[tuple[float, WindowBytes, Room[StageKey]]] = deque()
+        self._here: dict[tuple[StageKey, int], WindowBytes] = {}
+        """The bytes of each window that has room and was delivered, also of a forgotten job."""
         self._lent: dict[Hashable, list[WindowBytes]] = {}
         self._told_missing = False
         self._jobs: dict[StageKey, Job] = {}
@@ -187,7 +189,7 @@ class WriteQueue:
                 return
             if window in job.windows or window >= job.num_granted:
                 return
-            job.windows[window] = WindowBytes(runs, ref)
+            job.windows[window] = self._here[key, window] = WindowBytes(runs, ref)
             self._budget.delivered(key, window)
             if job.is_complete:
                 job.to("all_here")
@@ -443,11 +445,9 @@ class WriteQueue:
             granted_to.changed.notify_all()
         whose = dict.fromkeys(room.job for room in granted)
         for room in self._budget.ended():
-            job = self._jobs.get(room.job)
-            gone = None if job is None else job.windows.get(room.window)
-            if gone is not None:
-                gone.release()
-            self._free_later(gone or WindowBytes(()), room)
+            gone = self._here.pop((room.job, room.window), WindowBytes(()))
+            gone.release()
+            self._free_later(gone, room)
             # Why: one that was kept until now may have to be forgotten.
             whose[room.job] = None
         # Why afterwards: what is answered may lead to further grants, which come behind these.

@@ -576,6 +576,26 @@ def test_what_is_kept_is_lent_to_loads_and_counts_until_they_give_it_back(tmp_pa
     assert waiting.result(180).num_windows == 2
 
 
+def test_what_a_load_has_counts_also_when_another_checkpoint_has_taken_its_place(tmp_path):
+    node, lent = Node(8), []
+    for number in range(2):
+        what = share([3 * MIB], seed=number)
+        rank = node.rank(what, Target(str(tmp_path / f"c{number}")), save=f"{number}", options=KEEP)
+        object.__setattr__(rank.order.key, "attempt", f"a{number}")
+        rank.ref = "ref"
+        rank.stage()
+        assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
+        lent += node.queue.lend("load", [StagedWindow(rank.order.key, 0)])
+        node.queue.release(rank.order.key, committed=True)
+    assert lent == ["ref", "ref"]
+    assert node.queue.kept_attempts() == {"a1"}
+    first, second = rank.layout.used_bytes.tolist()
+    expected = first + (first + second)  # what is lent of the one, and all that is kept
+    assert not eventually(lambda: node.queue.used_bytes() < expected, 0.1)
+    node.queue.take_back("load")
+    assert eventually(lambda: node.queue.used_bytes() == first + second)
+
+
 @pytest.mark.parametrize(("keep", "gone"), [(1, {"a", "b", "c"}), (2, {"a", "b"}), (3, {"b"})])
 def test_the_last_committed_ones_stay_and_what_came_after_them(keep, gone):
     committed = {"a": True, "b": False, "c": True, "d": True, "e": False}
