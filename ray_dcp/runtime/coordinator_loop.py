@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import platform
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -357,7 +358,8 @@ class LoopThread(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.loop = asyncio.new_event_loop()
-        self._asked: set[Future[Any]] = set()
+        self._ending = threading.Lock()
+        self._has_ended = False
         ready: Future[T] = Future()
         try:
             start_thread(partial(self._run, make, ready), "ray_dcp coordinator")
@@ -367,16 +369,18 @@ class LoopThread(Generic[T]):
         self.inner = ready.result()
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Returns the future result of an asynchronous method of the object."""
+        """Returns the future result of an asynchronous method of the object.
+
+        It is cancelled if the loop ends before the method does.
+        """
         work = getattr(self.inner, method)(*arguments)
-        try:
-            answer = asyncio.run_coroutine_threadsafe(work, self.loop)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            answer = Future()
-            answer.set_exception(ParticipantError("The coordinator was closed", rank=0))
-        self._asked.add(answer)
-        answer.add_done_callback(self._asked.discard)
+        # Why under a lock: what is scheduled behind the last turn of the loop would never end.
+        with self._ending:
+            if not self._has_ended:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        answer: Future[Any] = Future()
+        answer.set_exception(ParticipantError("The coordinator was closed", rank=0))
         return answer
 
     def stop(self) -> None:
@@ -396,12 +400,19 @@ class LoopThread(Generic[T]):
                 ready.set_exception(error)
                 return
             self.loop.run_forever()
-            tasks = asyncio.all_tasks(self.loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                self.loop.run_until_complete(asyncio.wait(tasks))
+            with self._ending:
+                self._has_ended = True
+            self.loop.run_until_complete(_cancel_all())
         finally:
             self.loop.close()
-            for answer in list(self._asked):  # what came while the loop ended
-                answer.cancel()
+
+
+async def _cancel_all() -> None:
+    """Cancels all other tasks of the loop, and returns once their callers have the outcome."""
+    await asyncio.sleep(0)  # begins what was asked until now
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    await asyncio.sleep(0)  # hands out the results of those that had ended before
