@@ -60,8 +60,20 @@ class OwnProcess:
 
 def pid_namespace() -> str:
     """Returns what is equal where process ids name the same processes; empty if that is unknown."""
+    return _namespace("pid")
+
+
+def network_namespace() -> str:
+    """Returns what is equal for processes that share a loopback interface; empty if unknown.
+
+    *Why* not the name of the host: containers and cloned machines often have equal ones.
+    """
+    return _namespace("net")
+
+
+def _namespace(kind: str) -> str:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-        return f"{boot.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot.read().strip()}/{os.readlink(f'/proc/self/ns/{kind}')}"
     return ""
 
 

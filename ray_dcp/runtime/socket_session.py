@@ -35,7 +35,7 @@ from itertools import count
 from typing import Any
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, HeartbeatAck
-from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.processes import OwnProcess, network_namespace
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
@@ -599,7 +599,7 @@ def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSe
             rank=rank,
         )
     place = f"pid {os.getpid()} on {platform.node()}"
-    own = [platform.node(), address_towards(host_of(store))]
+    own = [network_namespace() or platform.node(), platform.node(), address_towards(host_of(store))]
     store.set(f"{_key(name)}/{rank}", json.dumps(own))
     if rank:
         _wait(store, [f"{_key(name)}/address"], "rank 0", rank)
@@ -674,22 +674,33 @@ def address_towards(host: str | None) -> str:
     return "127.0.0.1"
 
 
-def interface_of(places: Sequence[tuple[str, str]]) -> str:
+ANYWHERE = "192.0.2.1"
+"""An address of no machine (RFC 5737), behind the default route of all."""
+
+
+def interface_of(places: Sequence[tuple[str, str, str]]) -> str:
     """Returns the address on which rank 0 listens.
 
     Args:
-        places: For each rank, the name of its machine and its address towards the store.
+        places: For each rank, its network namespace, the name of its host, and its address
+            towards the store.
 
     Examples:
-        >>> interface_of([("a", "10.0.0.1"), ("b", "10.0.0.2")])
+        >>> interface_of([("1", "a", "10.0.0.1"), ("2", "b", "10.0.0.2")])
         '10.0.0.1'
-        >>> interface_of([("a", "127.0.0.1"), ("a", "127.0.0.1")])
+        >>> interface_of([("1", "a", "127.0.0.1"), ("1", "a", "127.0.0.1")])
         '127.0.0.1'
     """
-    (machine, own), *others = places
-    away = [other for other in others if other[0] != machine]
-    if not away or not ipaddress.ip_address(own).is_loopback:
+    (network, own_host, own), *others = places
+    away = [(host, address) for other, host, address in others if other != network]
+    if not away or not _is_loopback(own):
         return own
     # Why possible: on its own machine a name often stands for the loopback interface.
-    name, address = away[0]
-    return address_towards(name if ipaddress.ip_address(address).is_loopback else address)
+    host, address = away[0]
+    if not _is_loopback(address):
+        return address_towards(address)
+    return address_towards(host if host != own_host else ANYWHERE)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

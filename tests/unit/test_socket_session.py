@@ -383,8 +383,14 @@ def test_rank_0_listens_on_the_interface_of_the_store():
     assert socket_session.address_towards("127.0.0.1") == "127.0.0.1"
     assert socket_session.address_towards("no such host.invalid") == "127.0.0.1"
     # A name of its own machine is that of the loopback interface; the others are elsewhere.
-    there = [("a", "127.0.1.1"), ("b", "10.9.8.7")]
-    assert socket_session.interface_of(there) == socket_session.address_towards("10.9.8.7")
+    outwards = socket_session.address_towards("10.9.8.7")
+    there = [("1", "a", "127.0.1.1"), ("2", "b", "10.9.8.7")]
+    assert socket_session.interface_of(there) == outwards
+    # Containers and cloned machines have equal names; and all may say localhost for the store.
+    there = [("1", "a", "127.0.1.1"), ("2", "a", "10.9.8.7")]
+    assert socket_session.interface_of(there) == outwards
+    there = [("1", "a", "127.0.0.1"), ("2", "a", "127.0.0.1")]
+    assert socket_session.interface_of(there) == socket_session.address_towards("192.0.2.1")
 
 
 def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool):
