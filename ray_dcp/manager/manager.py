@@ -224,6 +224,11 @@ class CheckpointManager:
         """Absolute path or URL of the root."""
         return self._root.url
 
+    @property
+    def retention(self) -> RetentionPolicy | None:
+        """Which steps are kept; None if all are."""
+        return self._settings.kept
+
     def all_steps(self) -> list[int]:
         """Scans the storage, and returns the committed steps in ascending order.
 
@@ -385,7 +390,8 @@ class CheckpointManager:
             step: The step, from 0; must be newer than all steps that are committed or being saved.
             state_dict: As for `ray_dcp.save`; with `items`, a state dict for each item.
             force: Whether to save even if the step is not due.
-            metrics: Numbers by name. Those of rank 0 are used, as for the next two arguments.
+            metrics: Numbers by name; None for a metric that the step does not have. Those of rank 0
+                are used, as for the next two arguments.
             metadata: Values that JSON can represent; returned by `step_info`.
             tags: Tags to add. A tagged step is kept.
             replace: Whether the step may replace a committed one, atomically.

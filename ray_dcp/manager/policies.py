@@ -569,7 +569,7 @@ class BestN(_RetentionPolicy):
     """Keeps the `n` steps with the best values of a metric; of equal values, the newer steps.
 
     Steps without the metric are not kept by this policy. A manager with this policy requires the
-    metric at every save.
+    metric at every save; `metrics={"loss": None}` states that a step has none.
 
     Raises:
         InvalidRequestError: `n` is not a positive integer, or the mode is invalid.
@@ -785,6 +785,7 @@ def check_metrics(
 
     Args:
         metrics: Numbers by name, or values that `float` accepts, such as a tensor of one element.
+            None states that the step has no such metric; it is left out.
         policy: Policy whose `BestN` metrics are required.
 
     Raises:
@@ -794,6 +795,8 @@ def check_metrics(
     Examples:
         >>> check_metrics({"loss": 1}, BestN(2, "loss"))
         {'loss': 1.0}
+        >>> check_metrics({"loss": None}, BestN(2, "loss"))
+        {}
         >>> check_metrics({}, BestN(2, "loss"))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
@@ -809,6 +812,8 @@ def check_metrics(
             raise InvalidRequestError(
                 f"metrics must have texts as names, but one is {name!r}", key="metrics"
             )
+        if value is None:
+            continue
         try:
             found[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -819,6 +824,8 @@ def check_metrics(
             raise beyond_floats(name) from error
     for ranking in (one for one in rankings(policy) if not one.later):
         value = found.get(ranking.metric)
+        if value is None and ranking.metric in (metrics or {}):
+            continue
         if value is None or math.isnan(value):
             raise InvalidRequestError(
                 f"{ranking!r} ranks by {ranking.metric!r}, which is "
