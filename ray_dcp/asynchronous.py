@@ -846,6 +846,8 @@ class _StagedByUser(_Save):
             fields, staged = fields_of(state), stager.stage(state)
             del state
         except BaseException as error:
+            # Why: the heartbeats of this call have not begun, and the other ranks would wait.
+            self._account.activity.leave(error)
             self._account.end(error)
             if own is not None:
                 own.close()

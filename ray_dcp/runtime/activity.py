@@ -123,15 +123,16 @@ class Activity:
         """
         if self.progress.over:
             return
-        is_ours = isinstance(error, CheckpointError)
-        reason = f"{type(error).__name__} on rank {self.rank}{f': {error}' if is_ours else ''}"
+        is_interrupt = not isinstance(error, Exception)
+        reason = f"{type(error).__name__} on rank {self.rank}{'' if is_interrupt else f': {error}'}"
         # Suppressed: the session was closed meanwhile.
         with suppress(CheckpointError):
             # Why the first otherwise: a call that fails before it begins one leaves that.
             key = self.progress.key or replace(self.next_key(), step=0)
             # Why only then: the process may be about to end. Who fails otherwise lives on.
             self._session.leave(
-                Left(key, reason, is_interrupt=not is_ours), 0.0 if is_ours else wait_s
+                Left(key, reason, is_interrupt=is_interrupt),
+                0.0 if isinstance(error, CheckpointError) else wait_s,
             )
 
 

@@ -159,3 +159,22 @@ def test_ranks_use_the_ray_that_is_named(tmp_path: Path, programs: Programs, ray
         assert facts["same"]
         assert facts["staging"] == "object_store"
         assert facts["has_ray"]
+
+
+def test_a_users_stager_that_fails_on_one_rank_fails_the_save_by_name_on_the_others(
+    tmp_path: Path, programs: Programs
+):
+    ended = programs.run(
+        *SCRIPT, "broken_stager", str(tmp_path), ranks=2, env=plain_environment()
+    )  # fmt: skip
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    waiting, broken = (told(one.stdout) for one in ended)
+    kinds = {"OSError": "ParticipantError", "KeyboardInterrupt": "SaveCancelledError"}
+    for error, kind in kinds.items():
+        assert broken[error][0] == error
+        assert waiting[error][0] == kind
+        assert f"{error} on rank 1" in waiting[error][2]
+        with pytest.raises(ray_dcp.CheckpointNotFoundError):
+            ray_dcp.verify(tmp_path / error)
+    assert waiting["after_s"] < SOON_S
+    assert ray_dcp.verify(tmp_path / "next").ok

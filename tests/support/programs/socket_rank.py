@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -125,12 +126,47 @@ def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
     return facts
 
 
+class BrokenStager(BlockingAsyncStager):
+    """A stager of the user, which ends with an error on rank 1."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def stage(self, state_dict: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise self._error
+        return super().stage(state_dict)
+
+
+def broken_stager(folder: str) -> dict[str, Any]:
+    """Saves by stagers that fail on one rank, and tells how that ended."""
+    facts: dict[str, Any] = {}
+    for error in (OSError("no pinned memory"), KeyboardInterrupt()):
+        place, began_s = type(error).__name__, time.monotonic()
+        try:
+            saving = ray_dcp.async_save(
+                {"w": torch.ones(3)}, checkpoint_id=f"{folder}/{place}",
+                async_stager=BrokenStager(error),
+            )  # fmt: skip
+            saving.committed(300)
+        except ray_dcp.CheckpointError as found:
+            facts[place] = [type(found).__name__, found.rank, found.message]
+        except (OSError, KeyboardInterrupt) as found:
+            facts[place] = [type(found).__name__, None, str(found)]
+        facts["after_s"] = max(facts.get("after_s", 0.0), time.monotonic() - began_s)
+    ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=f"{folder}/next")
+    return facts
+
+
 def main(what: str, folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     victim = ""
     if what == "reshard":
         facts = reshard(folder)
+    elif what == "broken_stager":
+        facts = broken_stager(folder)
     else:
         ray_dcp.save({"first": torch.ones(3)}, checkpoint_id=f"{folder}/first")
         victim, _, what = what.partition(" ")
