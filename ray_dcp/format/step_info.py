@@ -52,6 +52,9 @@ class StepInfo:
     """The user's metadata: values that JSON can represent."""
     items: Mapping[str, str] = field(default_factory=dict)
     """Folder of each named item, below the step's; empty for a step with one unnamed state."""
+    order_s: float | None = None
+    """Place of the save among those of the run, on the scale of `created_s`: later saves have
+    higher values, also where a clock was set back. None if it is `created_s`."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class CatalogueRow:
     """Seconds since 1970 by the clock of the rank that saved it; 0 for stock checkpoints."""
     info: StepInfo | None = None
     """The info that a manager stored about the step."""
+
+    @property
+    def order_s(self) -> float:
+        """Place of the save among those of the run; see `StepInfo.order_s`."""
+        found = None if self.info is None else self.info.order_s
+        return self.created_s if found is None else found
 
 
 def info_key(slot: int) -> str:
@@ -125,7 +134,12 @@ def encode_info(info: StepInfo) -> bytes:
         >>> decode_info(encode_info(info)) == info
         True
     """
-    return sealed("info", canonical({"version": _VERSION, **asdict(info)}))
+    return sealed("info", canonical({"version": _VERSION, **_told(info)}))
+
+
+def _told(info: StepInfo) -> dict[str, Any]:
+    """Returns the fields of an info; `order_s` only where clocks do not tell the order."""
+    return {name: value for name, value in asdict(info).items() if value is not None}
 
 
 def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
@@ -147,7 +161,7 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
 
 def encode_catalogue(rows: Sequence[CatalogueRow]) -> bytes:
     """Returns the bytes of a catalogue."""
-    infos = [None if row.info is None else asdict(row.info) for row in rows]
+    infos = [None if row.info is None else _told(row.info) for row in rows]
     told = [
         [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
         for row, info in zip(rows, infos, strict=True)
@@ -182,7 +196,8 @@ def decode_catalogue(data: bytes) -> list[CatalogueRow]:
 
 
 def _info_of(found: Mapping[str, Any]) -> StepInfo:
-    if found.get("version") != _VERSION or len(found) != 6:
+    has_order = "order_s" in found
+    if found.get("version") != _VERSION or len(found) != 6 + has_order:
         raise damaged(f"an info of version {_VERSION}", short(found.get("version")))
     metrics, metadata, items = (_mapping(found, n) for n in ("metrics", "metadata", "items"))
     for name, value in metrics.items():
@@ -199,6 +214,7 @@ def _info_of(found: Mapping[str, Any]) -> StepInfo:
         metrics={name: float(value) for name, value in metrics.items()},
         metadata=metadata,
         items=items,
+        order_s=seconds(found["order_s"], "order_s") if has_order else None,
     )
 
 

@@ -28,7 +28,7 @@ from ray_dcp.format.step_info import (
     recorded_in,
 )
 from ray_dcp.io.records import fence, highest_record, info_below, read_slots
-from ray_dcp.manager.policies import StepFacts
+from ray_dcp.manager.policies import Order, StepFacts, age_in
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
@@ -104,7 +104,9 @@ class StepFound(CatalogueRow):
     @cached_property
     def _step_facts(self) -> StepFacts:
         metrics = {} if self.info is None else self.info.metrics
-        return StepFacts(step=self.step, created_s=self.created_s, metrics=metrics)
+        return StepFacts(
+            step=self.step, created_s=self.created_s, metrics=metrics, order_s=self.order_s
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ class Catalogue:
     """Keys of the reader leases on each step, in the shared folder."""
     num_read: int = 0
     """Number of folders whose records were read."""
+
+    def oldest_first(self, order: Order) -> list[StepFound]:
+        """Returns the committed steps, oldest first; see `age_in`."""
+        return sorted(self.steps.values(), key=age_in(order))
 
     def facts(self, *, known: bool = True) -> list[StepFacts]:
         """Returns the facts of the steps about which retention decides; or must not decide."""

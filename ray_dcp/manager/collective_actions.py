@@ -51,8 +51,10 @@ from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.policies import (
     Mode,
+    Order,
     RetentionPolicy,
     SaveFacts,
+    age_in,
     asks_only_the_step,
     best_of,
     rankings,
@@ -195,6 +197,7 @@ def best_step_of(
     retention: RetentionPolicy | None,
     metric: str | None = None,
     mode: Mode | None = None,
+    order: Order = "increasing",
 ) -> int | None:
     """Returns the committed step with the best value of a metric; None if no step has it.
 
@@ -203,6 +206,7 @@ def best_step_of(
         retention: Policy whose `BestN` gives the metric and the mode by default.
         metric: Name of the metric.
         mode: Whether the lowest or the highest value is the best; "min" if nothing gives it.
+        order: What makes a step newer than others of the same value; see `age_in`.
 
     Raises:
         InvalidRequestError: No metric is given, and the policy does not have exactly one `BestN`.
@@ -219,19 +223,19 @@ def best_step_of(
         ((metric, own_mode),) = ranked
     else:
         own_mode = dict(ranked).get(metric, "min")
-    best = best_of(catalogue.facts(), metric, mode or own_mode)
+    best = best_of(sorted(catalogue.facts(), key=age_in(order)), metric, mode or own_mode)
     return best[0].step if best else None
 
 
 def candidates(
-    wanted: Wanted, catalogue: Catalogue, retention: RetentionPolicy | None, url: str
+    wanted: Wanted, catalogue: Catalogue, settings: Settings, url: str
 ) -> list[StepFound]:
     """Returns the steps to try, in order.
 
     Args:
         wanted: The requested step.
         catalogue: The committed steps.
-        retention: Policy of the manager, which defines the best step.
+        settings: Settings of the manager, which define the best and the newest step.
         url: Path or URL of the root.
 
     Raises:
@@ -240,11 +244,11 @@ def candidates(
     """
     steps = catalogue.steps
     if wanted == "auto":
-        chosen = list(reversed(steps.values()))[:MOST_TRIED]
+        chosen = catalogue.oldest_first(settings.order)[: -MOST_TRIED - 1 : -1]
     elif wanted == "latest":
-        chosen = list(steps.values())[-1:]
+        chosen = catalogue.oldest_first(settings.order)[-1:]
     elif wanted == "best":
-        best = best_step_of(catalogue, retention)
+        best = best_step_of(catalogue, settings.kept, order=settings.order)
         chosen = [] if best is None else [steps[best]]
     else:
         chosen = [steps[wanted]] if wanted in steps else []
@@ -730,7 +734,7 @@ class CollectiveActions:
             left: Set when the caller has stopped waiting.
         """
         for _ in range(MOST_LOOKS):
-            found = candidates(wanted, self.writer.look(), self.settings.kept, self.root.url)
+            found = candidates(wanted, self.writer.look(), self.settings, self.root.url)
             first = found[0]
             lease = ReaderLease(self.root, first.step, lease_s=self.settings.lease_s)
             try:

@@ -41,11 +41,10 @@ from ray_dcp.manager.collective_actions import (
     candidates,
 )
 from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.policies import Mode, RetentionPolicy, SaveFacts, SavePolicy
+from ray_dcp.manager.policies import Mode, Order, RetentionPolicy, SaveFacts, SavePolicy
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import (
     Item,
-    Order,
     Settings,
     items_of,
     retention_of,
@@ -120,7 +119,8 @@ class CheckpointManager:
         also_read: Further patterns of step folders that are read: `("{step}",
             "global_step{step}")`.
         order: "increasing" refuses steps that are not newer than all others. "any" accepts them,
-            and replaces a committed step.
+            and replaces a committed step; which step is older is decided by the order of the saves
+            then: for what is kept, "latest" and "auto".
         read_only: Whether saving and deleting are refused.
         takeover: Whether to take the writer lease from a process that is alive.
         sync_every: The ranks communicate about clocks and preemption at multiples of this step.
@@ -241,8 +241,12 @@ class CheckpointManager:
         return list(self._writer.look().steps)
 
     def latest_step(self) -> int | None:
-        """Returns the newest committed step; None if there is none."""
-        return max(self.all_steps(), default=None)
+        """Returns the newest committed step; None if there is none.
+
+        That is the highest one; with `order="any"`, the one that was saved last.
+        """
+        steps = self._writer.look().oldest_first(self._settings.order)
+        return steps[-1].step if steps else None
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """Returns the step with the best value of a metric; None if no step has it.
@@ -255,7 +259,8 @@ class CheckpointManager:
             InvalidRequestError: No metric is given, and the retention does not have exactly one
                 `BestN`.
         """
-        return best_step_of(self._writer.look(), self._settings.kept, metric, mode)
+        settings = self._settings
+        return best_step_of(self._writer.look(), settings.kept, metric, mode, settings.order)
 
     def step_info(self, step: int) -> SavedStep:
         """Returns the metrics, metadata, tags, items and path of a step.
@@ -265,7 +270,7 @@ class CheckpointManager:
             InvalidRequestError: The step is no integer from 0.
         """
         step, catalogue = self._number(step), self._writer.look()
-        (found,) = candidates(step, catalogue, self._settings.kept, self.path)
+        (found,) = candidates(step, catalogue, self._settings, self.path)
         return SavedStep(
             step=step,
             checkpoint_id=self._root.below(found.name).url,
@@ -327,7 +332,8 @@ class CheckpointManager:
         wanted, seen = StepRange(newer_than=newer_than), set[tuple[int, str]]()
         since_s = time.monotonic()
         while not self._closed:
-            steps = [(one.step, one.attempt) for one in [*self._writer.look().steps.values()]]
+            found = self._writer.look().oldest_first(self._settings.order)
+            steps = [(one.step, one.attempt) for one in found]
             if steps and steps[-1][0] in wanted and steps[-1] not in seen:
                 try:
                     with self.reading(steps[-1][0]):

@@ -18,7 +18,7 @@ import math
 import sys
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -496,6 +496,26 @@ def _is_ever_due(policy: SavePolicy) -> bool:
 
 
 Mode = Literal["min", "max"]
+Order = Literal["increasing", "any"]
+"""Whether the steps of a run are saved in the order of their numbers, or in any order."""
+
+
+def age_in(order: Order) -> Callable[[Any], tuple[float, int]]:
+    """Returns the key that sorts steps, or facts of steps, oldest first.
+
+    That is the number where steps are saved in increasing order, and otherwise when they were
+    saved: of a run that began anew beside higher steps, the lower ones are the newer ones.
+
+    Examples:
+        >>> steps = [StepFacts(step=1, order_s=2.0), StepFacts(step=9, order_s=1.0)]
+        >>> [facts.step for facts in sorted(steps, key=age_in("any"))]
+        [9, 1]
+    """
+
+    def age(one: Any) -> tuple[float, int]:
+        return (one.order_s if order == "any" else 0.0, one.step)
+
+    return age
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,6 +527,8 @@ class StepFacts:
     """Time of the save by the clock of rank 0, in seconds since the epoch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
+    order_s: float = 0.0
+    """Place of the save among those of the run: `created_s`, but where a clock was set back."""
 
 
 @runtime_checkable
@@ -525,7 +547,10 @@ class RetentionPolicy(Protocol):
     """
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
-        """Returns for each step whether it is kept; `steps` are in ascending order."""
+        """Returns for each step whether it is kept; the oldest step comes first.
+
+        Oldest is the lowest, or of a manager with `order="any"`, what was saved first.
+        """
         ...
 
 
@@ -700,6 +725,7 @@ def superfluous(
     *,
     protected: Collection[int] = (),
     unknown: Sequence[StepFacts] = (),
+    order: Order = "increasing",
 ) -> tuple[int, ...]:
     """Returns the steps that may be deleted, oldest first.
 
@@ -710,6 +736,7 @@ def superfluous(
         policy: Which steps are kept; None keeps all.
         protected: Steps that are needed for another reason.
         unknown: Committed steps whose metrics can't be read.
+        order: What makes a step the newest; see `age_in`.
 
     Raises:
         InvalidRequestError: The policy does not return one answer for each step.
@@ -720,7 +747,8 @@ def superfluous(
         >>> superfluous(steps, BestN(1, "loss"))
         (2,)
     """
-    known = sorted(steps, key=_step_of)
+    age = age_in(order)
+    known = sorted(steps, key=age)
     waits = {ranking.metric for ranking in rankings(policy) if ranking.later}
     # Why unknown: a step that is not evaluated yet must neither go nor make others go.
     unknown = [*unknown, *(facts for facts in known if waits - facts.metrics.keys())]
@@ -731,7 +759,7 @@ def superfluous(
     for value in (-math.inf, math.inf) if unknown else ():
         guess = {name: value for facts in known for name in facts.metrics}
         guesses = [replace(one, metrics=guess) for one in unknown]
-        kept |= _kept_steps(policy, sorted([*known, *guesses], key=_step_of))
+        kept |= _kept_steps(policy, sorted([*known, *guesses], key=age))
     return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
@@ -739,14 +767,15 @@ def best_of(steps: Iterable[StepFacts], metric: str, mode: Mode) -> list[StepFac
     """Returns the steps that have a metric, best first; of equal values, the newer steps first.
 
     Args:
-        steps: In any order.
+        steps: Oldest first.
         metric: Name of the metric.
         mode: Whether the lowest or the highest values are the best.
     """
     sign = 1.0 if mode == "min" else -1.0
     # Why without NaN: it compares with nothing, so that a NaN could end up at any place.
     having = [s for s in steps if metric in s.metrics and not math.isnan(s.metrics[metric])]
-    return sorted(having, key=lambda facts: (sign * facts.metrics[metric], -facts.step))
+    having.reverse()  # Sorting keeps the order of equal values.
+    return sorted(having, key=lambda facts: sign * facts.metrics[metric])
 
 
 def rankings(policy: RetentionPolicy | None) -> tuple[BestN, ...]:
@@ -868,7 +897,3 @@ def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool
 def _kept_steps(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
     answers = zip(steps, answers_of(policy, steps), strict=True)
     return {facts.step for facts, is_kept in answers if is_kept}
-
-
-def _step_of(facts: StepFacts) -> int:
-    return facts.step

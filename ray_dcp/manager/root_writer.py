@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 import threading
 import time
@@ -67,6 +68,7 @@ from ray_dcp.manager.policies import (
     SaveCosts,
     SaveFacts,
     StepFacts,
+    age_in,
     asks_only_the_step,
     check_metrics,
     rankings,
@@ -246,7 +248,10 @@ class Writer:
     @property
     def newest(self) -> int | None:
         """The newest step that can be loaded or is being saved; None if there is none."""
-        return max({*(self.catalogue.steps.keys() - self.damaged), *self.pending}, default=None)
+        loadable = [one for one in self._oldest_first(self.catalogue) if one not in self.damaged]
+        if self._settings.order == "any":
+            return next(iter([*reversed(self._begun), *reversed(loadable)]), None)
+        return max({*loadable, *self.pending}, default=None)
 
     def due(self, step: int, preempted: bool, *, force: bool = False) -> bool:
         """Returns whether a step is due.
@@ -340,12 +345,15 @@ class Writer:
             storage = self.root.open(name)
             last = max(used_slots(storage), default=0)
             place = StepTarget(step, name, last, free_number(storage, last), time.time())
+            latest_s = self._latest_s()
             info = StepInfo(
                 step=step,
                 created_s=place.created_s,
                 metrics=metrics,
                 metadata=metadata,
                 items={name: place.folder_of(name) for name in self._settings.named},
+                # Why: the clock may have been set back, or have been another machine's.
+                order_s=None if place.created_s > latest_s else math.nextafter(latest_s, math.inf),
             )
             storage.write(info_key(last), encode_info(info))
             # Why only these: a failed save removes the tags that it added, and no others.
@@ -361,6 +369,17 @@ class Writer:
             self._costs.began()
             self._preemption_saved = self._preemption_saved or preempted
             return place
+
+    def _latest_s(self) -> float:
+        """Returns the place of the last save among those of the run; see `StepInfo.order_s`."""
+        with self.lock:
+            begun = (info for info, _ in self._begun.values())
+            places = [info.created_s if info.order_s is None else info.order_s for info in begun]
+            places += [one.order_s for one in self.catalogue.steps.values()]
+            return max(places, default=0.0)
+
+    def _oldest_first(self, catalogue: Catalogue) -> list[int]:
+        return [one.step for one in catalogue.oldest_first(self._settings.order)]
 
     def give_up(self, step: int) -> None:
         """Records that a step is not being saved any more."""
@@ -470,7 +489,9 @@ class Writer:
         failed, self._had_no_room = self._had_no_room, None
         before = {*self.catalogue.steps}
         with self.lock:
-            self._next = StepFacts(step=step, created_s=time.time(), metrics=metrics)
+            self._next = StepFacts(
+                step=step, created_s=time.time(), metrics=metrics, order_s=math.inf
+            )
         try:
             self._lease.check()
             if failed is not None and failed.step not in self.pending:
@@ -501,8 +522,9 @@ class Writer:
     def _find_superfluous(self, catalogue: Catalogue) -> tuple[Going, ...]:
         """Returns the folders that may be deleted: steps by the policy, and leftovers of crashes.
 
-        Only folders of steps older than the newest loadable one are included. Steps that could not
-        be loaded are neither counted nor included, because a failed read does not prove damage.
+        Only folders of steps older than the newest loadable one are included; of what crashes left,
+        those of lower steps. Steps that could not be loaded are neither counted nor included,
+        because a failed read does not prove damage.
 
         Raises:
             InvalidRequestError: The policy returned an invalid answer.
@@ -514,24 +536,24 @@ class Writer:
         unknown = [one for one in catalogue.facts(known=False) if one.step not in self.damaged]
         if not facts:
             return ()
-        newest = max(one.step for one in facts)
+        order = self._settings.order
+        newest, highest = max(facts, key=age_in(order)).step, max(one.step for one in facts)
         protected = {*self.pending, newest if self._saved_last is None else self._saved_last}
-        goes = {*superfluous(facts, policy, protected=protected, unknown=unknown)}
+        chosen = partial(superfluous, policy=policy, unknown=unknown, order=order)
+        goes = {*chosen(facts, protected=protected)}
         if self._next is not None and self._next.step not in catalogue.steps:
             protected |= {newest, self._next.step}
             both = (self._next, dataclasses.replace(self._next, metrics={}))
             goes |= set.intersection(
-                *(
-                    {*superfluous([*facts, one], policy, protected=protected, unknown=unknown)}
-                    for one in both
-                )
+                *({*chosen([*facts, one], protected=protected)} for one in both)
             )
         left = (
             Going(step, name, "")
             for name, step in catalogue.leftovers.items()
-            if step < newest and step not in self.pending
+            if step < highest and step not in self.pending
         )
-        return (*(going(catalogue.steps[step]) for step in sorted(goes)), *left)
+        oldest_first = [step for step in self._oldest_first(catalogue) if step in goes]
+        return (*(going(catalogue.steps[step]) for step in oldest_first), *left)
 
     def _removed(self, going: Going) -> None:
         """Removes a deleted step from the catalogue, unless it was saved again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
@@ -17,6 +17,7 @@ from ray_dcp.manager.policies import (
     EverySteps,
     LatestN,
     OnPreemption,
+    Order,
     RetentionPolicy,
     SavePolicy,
     check_retention,
@@ -27,8 +28,6 @@ from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 T = TypeVar("T")
-
-Order = Literal["increasing", "any"]
 
 ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Names of items."""

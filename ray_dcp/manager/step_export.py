@@ -32,7 +32,13 @@ from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.manager.background import Background
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.policies import SaveFacts, SavePolicy, asks_only_the_step, check_save_policy
+from ray_dcp.manager.policies import (
+    SaveFacts,
+    SavePolicy,
+    age_in,
+    asks_only_the_step,
+    check_save_policy,
+)
 from ray_dcp.manager.settings import Settings
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import place_below
@@ -172,10 +178,11 @@ class StepExporter:
             due = [step] if self._is_due(step) else []
             if self._is_first:
                 self._is_first = False
-                earlier = max(
-                    (one for one in steps if one < step and self._is_due(one)), default=-1
-                )
-                if earlier in steps and not self._target(earlier).exists():
+                oldest_first = sorted(steps.values(), key=age_in(self._settings.order))
+                places = [one.step for one in oldest_first]
+                before = places[: places.index(step)]
+                earlier = next((one for one in reversed(before) if self._is_due(one)), None)
+                if earlier is not None and not self._target(earlier).exists():
                     due = [earlier, *due]
             for one in due:
                 self._start_export(steps[one])

@@ -57,6 +57,11 @@ class SPMDSavePlanner(DefaultSavePlanner):
     over one axis of the mesh and replicated over another) is saved once; torch_xla's own planner
     does not save such tensors at all. Tensors are copied to the CPU one after the other.
 
+    Attributes:
+        sharded_state_dict: The sharded tensors by name, after `set_up_planner`.
+        unsharded_state_dict: All other values by name. `create_local_plan` plans what is in the
+            two, so that a subclass may change them, as with torch_xla's planner.
+
     Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
@@ -69,42 +74,54 @@ class SPMDSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._sharded: dict[str, Any] = {}
+        self.sharded_state_dict: dict[str, Any] = {}
         self._held: tuple[str, dict[torch.Size, torch.Tensor]] | None = None
 
     def set_up_planner(
         self,
         state_dict: Mapping[str, Any],
-        storage_meta: StorageMeta | None = None,
+        storage_meta: StorageMeta | bool | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `SavePlanner.set_up_planner`.
+        """See `SavePlanner.set_up_planner`. As in torch_xla, `is_coordinator` may come second.
 
         Raises:
             StateDictError: Two values would have the same name.
         """
+        meta = None if isinstance(storage_meta, bool) else storage_meta
+        is_coordinator = is_coordinator or storage_meta is True
         flat, self.mappings = _flattened(state_dict)
         self._held = None
-        self._sharded, plain = _split(flat)
+        self.sharded_state_dict, plain = _split(flat)
         # Why off: the state is flat already, by torch_xla's rules; global plans then merge
         # what `mappings` contains.
         self.flatten_state_dict = False
-        super().set_up_planner(plain, storage_meta, is_coordinator)
+        super().set_up_planner(plain, meta, is_coordinator)
         self.flatten_state_dict = True
+
+    @property
+    def unsharded_state_dict(self) -> dict[str, Any]:
+        """The values that are no sharded tensors, by name."""
+        return self.state_dict
+
+    @unsharded_state_dict.setter
+    def unsharded_state_dict(self, values: dict[str, Any]) -> None:
+        self.state_dict = values
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner.create_local_plan`."""
-        plain = create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        items = [item for fqn, t in self._sharded.items() for item in _write_items(fqn, t)]
+        plain = create_default_local_save_plan(self.unsharded_state_dict, self.is_coordinator)
+        sharded = self.sharded_state_dict
+        items = [item for fqn, tensor in sharded.items() for item in _write_items(fqn, tensor)]
         self.plan = SavePlan([*plain.items, *items], planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """See `DefaultSavePlanner.lookup_object`."""
-        if index.fqn not in self._sharded:
+        if index.fqn not in self.sharded_state_dict:
             return super().lookup_object(index)
         if self._held is None or self._held[0] != index.fqn:
-            tensor = self._sharded[index.fqn]
+            tensor = self.sharded_state_dict[index.fqn]
             shards = _local_shards(tensor)
             data = {
                 offsets: shards[holders[0]].unpadded_data
@@ -133,11 +150,26 @@ class _Filling:
     """Number of elements that are not read yet."""
 
 
+@dataclass
+class _Copy:
+    """A target on a device, which is filled on the CPU."""
+
+    target: torch.Tensor
+    data: torch.Tensor
+    left: int
+    """Number of elements that are not read yet; at least 1."""
+
+
 class SPMDLoadPlanner(DefaultLoadPlanner):
     """Plans a load into a state dict whose tensors are on XLA devices, keeping their sharding.
 
     Tensors are filled in place, each once its last element has arrived. Another global shape is an
     error: torch_xla's own planner would silently load nothing, or a part.
+
+    Attributes:
+        sharded_state_dict: The sharded tensors by name, after `set_up_planner`.
+        unsharded_state_dict: All other values by name. `create_local_plan` plans what is in the
+            two, so that a subclass may change them, as with torch_xla's planner.
 
     Examples:
         >>> import tempfile, torch, ray_dcp
@@ -152,10 +184,9 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._sharded: dict[str, Any] = {}
+        self.sharded_state_dict: dict[str, Any] = {}
         self._filling: dict[str, _Filling] = {}
-        self._devices: dict[str, torch.Tensor] = {}
-        self._left: dict[str, int] = {}
+        self._copies: dict[str, _Copy] = {}
 
     def set_up_planner(
         self,
@@ -169,16 +200,20 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
             StateDictError: Two values would have the same name.
         """
         flat, mappings = _flattened(state_dict)
-        self._sharded, plain = _split(flat)
-        self._filling, self._left = {}, {}
-        # Why: a tensor is read to the CPU first, and copied to its device once it is complete.
-        self._devices = {fqn: t for fqn, t in plain.items() if is_on_xla(t)}
-        for fqn, tensor in self._devices.items():
-            plain[fqn] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self._left[fqn] = max(1, tensor.numel())
+        self.sharded_state_dict, plain = _split(flat)
+        self._filling, self._copies = {}, {}
         super().set_up_planner(plain, metadata, is_coordinator)
         self.original_state_dict = state_dict  # type: ignore[assignment]
         self.mappings = mappings
+
+    @property
+    def unsharded_state_dict(self) -> dict[str, Any]:
+        """The values that are no sharded tensors, by name."""
+        return self.state_dict
+
+    @unsharded_state_dict.setter
+    def unsharded_state_dict(self, values: dict[str, Any]) -> None:
+        self.state_dict = values
 
     def create_local_plan(self) -> LoadPlan:
         """See `LoadPlanner.create_local_plan`.
@@ -191,7 +226,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise StateDictError("set_up_planner was not given the metadata of a checkpoint")
         known = self.metadata.state_dict_metadata
-        wanted = {**self.state_dict, **self._sharded}
+        wanted = {**self.unsharded_state_dict, **self.sharded_state_dict}
         missing = [fqn for fqn in wanted if fqn not in known]
         if missing:
             raise MissingKeyError(
@@ -210,8 +245,8 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
                 f"into tensors of the stored shapes",
                 key=wrong[0].partition(":")[0],
             )
-        plan = create_default_local_load_plan(self.state_dict, self.metadata)
-        for fqn, tensor in self._sharded.items():
+        plan = create_default_local_load_plan(self.unsharded_state_dict, self.metadata)
+        for fqn, tensor in self.sharded_state_dict.items():
             plan.items.extend(self._read_items(fqn, tensor, known[fqn]))
         return plan
 
@@ -224,11 +259,13 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """See `DefaultLoadPlanner.lookup_tensor`."""
-        if index.fqn not in self._sharded:
-            return super().lookup_tensor(index)
+        if index.fqn not in self.sharded_state_dict:
+            found = super().lookup_tensor(index)
+            # Why: it is read to the CPU first, and copied to its device once it is complete.
+            return self._copy_of(index.fqn, found).data if is_on_xla(found) else found
         filling = self._filling[index.fqn]
         if not filling.shards:
-            filling.shards = _local_shards(self._sharded[index.fqn])
+            filling.shards = _local_shards(self.sharded_state_dict[index.fqn])
         chosen = filling.holders[torch.Size(index.offset or ())][0]
         data: torch.Tensor = filling.shards[chosen].data
         return data
@@ -237,16 +274,24 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         """See `LoadPlanner.commit_tensor`."""
         fqn = read_item.dest_index.fqn
         count = prod(read_item.lengths)
-        if fqn in self._devices:
-            self._left[fqn] -= max(1, count)
-            if self._left[fqn] <= 0:
+        if fqn in self._copies:
+            copy = self._copies[fqn]
+            copy.left -= max(1, count)
+            if copy.left <= 0:
                 with torch.no_grad():
-                    self._devices[fqn].detach().copy_(self.state_dict[fqn])
-        elif fqn in self._sharded:
+                    copy.target.detach().copy_(copy.data)
+                del self._copies[fqn]
+        elif fqn in self.sharded_state_dict:
             filling = self._filling[fqn]
             filling.left -= count
             if filling.left <= 0:
                 self._load_shards(fqn, filling)
+
+    def _copy_of(self, fqn: str, target: torch.Tensor) -> _Copy:
+        if fqn not in self._copies:
+            data = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+            self._copies[fqn] = _Copy(target, data, max(1, target.numel()))
+        return self._copies[fqn]
 
     def _read_items(self, fqn: str, tensor: Any, stored: Any) -> list[ReadItem]:
         distinct = _distinct(_indices_of(tensor))
@@ -261,8 +306,8 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         for chosen, *others in filling.holders.values():
             for other in others:
                 filling.shards[other].data.copy_(filling.shards[chosen].data)
-        if not _is_cpu_shards(self._sharded[fqn]):
-            self._sharded[fqn].load_local_shards_(filling.shards)
+        if not _is_cpu_shards(self.sharded_state_dict[fqn]):
+            self.sharded_state_dict[fqn].load_local_shards_(filling.shards)
         filling.shards = []
 
 
@@ -285,6 +330,19 @@ def xla_modules() -> XlaModules | None:
     spmd = importlib.import_module("torch_xla.distributed.spmd")
     model = importlib.import_module("torch_xla.core.xla_model")
     return XlaModules(sys.modules["torch_xla"], spmd, model)
+
+
+def is_sync_point(step: int) -> bool:
+    """Returns whether torch_xla's preemption sync manager chose a step for a checkpoint.
+
+    False if the program has not activated that manager.
+    """
+    modules = xla_modules()
+    ask = None if modules is None else getattr(modules.root._XLAC, "_sync_point_reached", None)
+    try:
+        return ask is not None and bool(ask(step))
+    except (RuntimeError, TypeError):
+        return False  # It is not active, or takes no step beyond 32 bits.
 
 
 def is_on_xla(value: object) -> bool:

@@ -32,11 +32,12 @@ from ray_dcp import errors
 from ray_dcp.cli.main import main as command_line
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
+from ray_dcp.format.names import StepNames
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.io.lease_holders import this_process
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager import BestN, LatestN
-from ray_dcp.manager.catalogue import FOLDER, Root, look
+from ray_dcp.manager.catalogue import FOLDER, Catalogue, Root, look
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.options import SaveOptions
@@ -88,6 +89,10 @@ def spoiled(data: bytes, order: random.Random) -> bytes:
     if not data or order.random() < 0.5:
         return data[:at]
     return data[:at] + bytes([data[at] ^ 1 << order.randrange(8)]) + data[at + 1 :]
+
+
+def is_delete_record(data) -> bool:
+    return isinstance(decode_record(bytes(data)), DeleteRecord)
 
 
 def name_of(step: int) -> str:
@@ -154,8 +159,21 @@ class Model:
         names = (path.name for path in self.root.glob("step-*"))
         return sorted(int(name[5:]) for name in names if self.stands(name) is not None)
 
-    def deleted(self, step: int, before: str, actor) -> None:
-        """Judges a deletion in the moment in which it is committed."""
+    def oldest_first(self) -> list[int]:
+        """Returns the steps that stand, in the order in which they were saved."""
+        with in_one_step():
+            root = Root(Target(str(self.root)), open_quickly)
+            return [one.step for one in look(root, StepNames(), Catalogue()).oldest_first("any")]
+
+    def deleted(self, step: int, before: str, was_older: set[int], actor) -> None:
+        """Judges a deletion in the moment in which it is committed.
+
+        Args:
+            step: The step.
+            before: Attempt that stood.
+            was_older: The steps that were older.
+            actor: Who deleted it.
+        """
         self.saved.discard(step)
         asked = actor.asked.get(step)
         self.seen["deleted, " + ("asked" if asked else "by retention")] += 1
@@ -172,8 +190,8 @@ class Model:
             self.wrong.append(told + "which has a tag")
         if asked is None:
             # Those that are just being removed may count: that is a matter of who came first.
-            newer = {one for one in self.standing() if one > step}
-            newer |= {one for one, number in self.removing.items() if number and one > step}
+            newer = {*self.standing()} - was_older
+            newer |= {one for one, number in self.removing.items() if number} - was_older
             if len(newer) < self.max_to_keep:
                 self.wrong.append(told + f"though only {sorted(newer)} are newer")
             others = {*self.standing(), *(one for one, number in self.removing.items() if number)}
@@ -219,14 +237,18 @@ class Unstepped:
                  if slot_of(Path(key).name) is not None]  # fmt: skip
         folders = {path.parts[0] for path in paths if len(path.parts) == 2}
         before = {folder: self._model.stands(folder) for folder in folders}
+        deletes = name == "write" and any(before.values()) and is_delete_record(args[1])
+        ages = self._model.oldest_first() if deletes else []
         yield
         for folder, attempt in before.items():
             if attempt is None or self._model.stands(folder) == attempt:
                 continue
             if name == "delete":
                 self._model.wrong.append(f"{self._actor.name} deletes the record of {folder}")
-            elif isinstance(decode_record(bytes(args[1])), DeleteRecord):
-                self._model.deleted(int(folder[5:]), attempt, self._actor)
+            elif deletes:
+                step = int(folder[5:])
+                was_older = {*ages[: ages.index(step)]} if step in ages else set()
+                self._model.deleted(step, attempt, was_older, self._actor)
 
 
 @contextmanager

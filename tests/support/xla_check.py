@@ -4,16 +4,27 @@ itself.
 Too heavy for `.ci/run`: it makes (or takes) the environment of `tests.support.xla_env`, starts
 itself in there, and runs every check of this file. Prints a line for each; ends with 1 when one
 fails.
+
+    python -m tests.support.xla_check [DIR] --upstream FILE
+
+runs torch_xla's own tests instead, with the names of `ray_dcp.xla` in place of its own, and prints
+how many passed. FILE is `test/spmd/test_xla_distributed_checkpoint.py` of torch_xla's repository at
+v2.9.0, beside its `test_xla_sharding_base.py`. With `--stock` too, torch_xla is left as it is.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
+import unittest
+import unittest.mock
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +36,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import ray_dcp
+import ray_dcp.xla
 from ray_dcp.errors import MissingKeyError, ShapeMismatchError
 from ray_dcp.xla import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 from tests.support.xla_env import DEFAULT_PLACE, build
@@ -229,6 +241,82 @@ def check_manager(root: Path) -> None:
     manager.close()
 
 
+def check_ages(root: Path) -> None:
+    """The oldest step is the one that was saved first; `all_steps` after `save` is what is left."""
+    tensor = torch.ones(4).to("xla")
+
+    def saved(*steps: int) -> list[list[int]]:
+        kept = []
+        with CheckpointManager(str(root), 100, 3, chkpt_on_preemption=False) as manager:
+            for step in steps:
+                assert manager.save(step, {"w": tensor * step})
+                kept.append(manager.all_steps())
+                found = {"w": torch.zeros(4).to("xla")}
+                assert manager.restore("auto", found).step == step == manager.latest_step()
+                assert bool((found["w"].cpu() == step).all())
+        return kept
+
+    assert saved(600, 700, 800)[-1] == [600, 700, 800]
+    assert saved(100, 200, 300, 100) == [
+        [100, 700, 800], [100, 200, 800], [100, 200, 300], [100, 200, 300]]  # fmt: skip
+
+
+def check_sync_point(root: Path) -> None:
+    """Where the program has activated torch_xla's preemption sync manager, its word counts."""
+    import torch_xla
+
+    xlac = torch_xla._XLAC
+    xlac._ensure_xla_coordinator_initialized(global_rank=0, world_size=1, master_addr="localhost")
+    with CheckpointManager(str(root), 1000) as manager:
+        # Why now: the sync manager takes the signal, which ours no longer hears.
+        xlac._activate_preemption_sync_manager()
+        try:
+            assert not manager.save(1, state(1))
+            os.kill(os.getpid(), signal.SIGTERM)
+            ends_s, step = time.monotonic() + 30, 2
+            while not manager.save(step, state(step)):
+                assert time.monotonic() < ends_s, "no step was saved"
+                threading.Event().wait(0.1)
+                step += 1
+            assert manager.reached_preemption(step)
+            assert manager.all_steps() == [step]
+            assert not manager.save(step + 1, state(step))
+        finally:
+            xlac._deactivate_preemption_sync_manager()
+
+
+class WithoutSome(SPMDSavePlanner):
+    """A planner of a user who knows torch_xla's."""
+
+    def set_up_planner(self, state_dict, is_coordinator):
+        super().set_up_planner(state_dict, is_coordinator)
+        del self.unsharded_state_dict["plain"]
+        self.sharded_state_dict = {"rows": self.sharded_state_dict["rows"]}
+
+
+class OnlyRows(SPMDLoadPlanner):
+    """The other way round."""
+
+    def create_local_plan(self):
+        assert str(self.unsharded_state_dict["plain"].device).startswith("xla")
+        self.unsharded_state_dict = {"step": self.unsharded_state_dict["step"]}
+        self.sharded_state_dict = {"rows": self.sharded_state_dict["rows"]}
+        return super().create_local_plan()
+
+
+def check_subclasses(root: Path) -> None:
+    """Planners that leave out values as they would with torch_xla's, whose signature they have."""
+    metadata = ray_dcp.save(state(3), checkpoint_id=root, planner=WithoutSome())
+    names = set(metadata.state_dict_metadata)
+    assert {"rows", "step", "scalar"} <= names, names
+    assert not {"plain", "both"} & names, names
+    found = state(3, fill=False)
+    ray_dcp.load(found, checkpoint_id=root, planner=OnlyRows())
+    assert found["step"] == 3
+    assert bool((found["rows"].cpu() == state(3)["rows"].cpu()).all())
+    assert bool((found["scalar"].cpu() == -1).all())
+
+
 def check_their_manager(root: Path) -> None:
     """Steps of torch_xla's manager are read, and stay when ours saves after them."""
     import torch_xla.experimental.distributed_checkpoint as theirs
@@ -292,8 +380,50 @@ def check_prime(root: Path) -> None:
 
 CHECKS = (
     check_round_trip, check_async, check_theirs_to_ours, check_ours_to_theirs, check_cpu_shards,
-    check_resharding, check_refusals, check_manager, check_their_manager, check_prime,
+    check_resharding, check_refusals, check_manager, check_ages, check_sync_point,
+    check_subclasses, check_their_manager, check_prime,
 )  # fmt: skip
+
+UPSTREAM, STOCK = "--upstream", "--stock"
+OF_TORCH_XLA_ALONE = ("test_master_ip_discovery",)
+"""Tests of the file that call nothing of what is replaced."""
+PRIVATE = ("test_manager_async",)
+"""Tests of the file that replace a private method of torch_xla's manager, so that they can't pass
+with another one."""
+
+
+def upstream(file: Path, *, stock: bool = False) -> list[str]:
+    """Runs torch_xla's own test file; returns the names of the tests that should not have failed.
+
+    Args:
+        file: `test_xla_distributed_checkpoint.py`, beside its `test_xla_sharding_base.py`.
+        stock: Whether to leave torch_xla's names as they are.
+    """
+    import torch_xla.experimental.distributed_checkpoint as theirs
+    import torch_xla.runtime as xr
+
+    if not stock:
+        for name in ray_dcp.xla.__all__:
+            setattr(theirs, name, getattr(ray_dcp.xla, name))
+    # Why: what it skips elsewhere than on TPUs needs only the address of the first host.
+    xr.get_master_ip = lambda: "localhost"
+    spec = importlib.util.spec_from_file_location("upstream", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    with unittest.mock.patch.object(xr, "device_type", return_value="TPU"):
+        spec.loader.exec_module(module)
+    suite = unittest.TestSuite(
+        test
+        for group in unittest.defaultTestLoader.loadTestsFromModule(module)
+        for test in group
+        if test.id().rpartition(".")[2] not in OF_TORCH_XLA_ALONE
+    )
+    result = unittest.TextTestRunner(verbosity=2).run(suite)
+    failed = [test.id() for test, _ in (*result.failures, *result.errors)]
+    number = result.testsRun - len(result.skipped)
+    print(f"{file.name} with {'torch_xla' if stock else 'ray_dcp.xla'}: "
+          f"{number - len(failed)} of {number} passed; failed: {failed or 'none'}")  # fmt: skip
+    return [name for name in failed if name.rpartition(".")[2] not in PRIVATE]
 
 
 def inside(names: Sequence[str] = ()) -> int:
@@ -329,8 +459,11 @@ def inside(names: Sequence[str] = ()) -> int:
 
 def main() -> int:
     """Starts this file in the environment of torch_xla."""
-    python = build(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_PLACE)
-    return start(python).returncode
+    place, names = DEFAULT_PLACE, sys.argv[1:]
+    if names and not names[0].startswith("--"):
+        place = Path(names.pop(0))
+    names = [str(Path(name).absolute()) if name.endswith(".py") else name for name in names]
+    return start(build(place), *names).returncode
 
 
 def start(python: Path, *names: str, **how: Any) -> subprocess.CompletedProcess[Any]:
@@ -346,5 +479,13 @@ def start(python: Path, *names: str, **how: Any) -> subprocess.CompletedProcess[
     )
 
 
+def chosen(words: Sequence[str]) -> int:
+    """Does what the command line asks for; returns how many checks or tests failed."""
+    if UPSTREAM not in words:
+        return inside(words)
+    names = [word for word in words if word not in (UPSTREAM, STOCK)]
+    return len(upstream(Path(*names), stock=STOCK in words))
+
+
 if __name__ == "__main__":
-    sys.exit(min(1, inside(sys.argv[1:])) if os.environ.get(INSIDE) else main())
+    sys.exit(min(1, chosen(sys.argv[1:])) if os.environ.get(INSIDE) else main())

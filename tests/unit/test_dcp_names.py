@@ -333,6 +333,51 @@ def test_missing_keys_other_shapes_and_equal_names_are_refused(tmp_path):
         )  # fmt: skip
 
 
+class Subclass(SPMDSavePlanner):
+    """As written for torch_xla's planner, whose signature and attributes it uses."""
+
+    def set_up_planner(self, state_dict, is_coordinator):
+        super().set_up_planner(state_dict, is_coordinator)
+        self.unsharded_state_dict = {
+            name: value for name, value in self.unsharded_state_dict.items() if name != "model.b"
+        }
+
+
+class Partial(SPMDLoadPlanner):
+    def create_local_plan(self):
+        assert self.sharded_state_dict == {}
+        del self.unsharded_state_dict["when"]
+        return super().create_local_plan()
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_planners_that_were_derived_from_torch_xlas_work(tmp_path, stock):
+    module = dcp if stock else ray_dcp
+    found = {"model": {"w": torch.zeros(3, 2)}, "groups": [], "when": "never"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.save(nested(1), checkpoint_id=tmp_path / "a", planner=Subclass())
+        module.load(found, checkpoint_id=tmp_path / "a", planner=Partial())
+    assert torch.equal(found["model"]["w"], torch.ones(3, 2))
+    assert (found["groups"], found["when"]) == (nested(1)["groups"], "never")
+    names = set(dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata)
+    assert names == {"model.w", "groups", "when"}
+
+
+def test_the_manager_keeps_what_was_saved_last_over_processes_too(tmp_path):
+    # As in torch_xla's test of `max_to_keep`, which does not wait with `join` either.
+    kept = []
+    for steps in ((10, 20, 30, 10), (20,)):
+        with CheckpointManager(
+            tmp_path, save_interval=10, max_to_keep=2, chkpt_on_preemption=False
+        ) as manager:
+            for number in steps:
+                assert manager.save(number, nested())
+                kept.append(manager.all_steps())
+            assert manager.restore("auto", nested(9)).step == steps[-1]
+    assert kept == [[10], [10, 20], [20, 30], [10, 30], [10, 20]]
+
+
 def test_the_manager_replaces_a_step_that_is_saved_again(tmp_path):
     with CheckpointManager(tmp_path, 10, max_to_keep=2) as manager:
         for number in (10, 20, 20, 30):

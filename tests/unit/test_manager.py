@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -269,9 +271,42 @@ def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_sav
     manager = manage(1, 2, order="any")
     for step in (30, 10, 20, 10, 5):
         assert manager.save(step, state(step))
-    manager.join()
-    assert manager.all_steps() == [5, 20, 30]
-    assert restored(manager, 5) == 5
+        manager.join()
+        assert step in manager.all_steps()
+        assert manager.latest_step() == step
+    assert manager.all_steps() == [5, 10]
+    assert restored(manager, "auto") == 5
+
+
+def test_in_any_order_the_steps_of_an_earlier_run_are_the_older_ones(manage, monkeypatch):
+    earlier = manage(1, 3, order="any")
+    for step in (700, 800, 900):
+        earlier.save(step, state(step), metrics={"loss": 1.0})
+    earlier.close()
+    # The clock of the machine of the next process is behind by a day, then by more.
+    behind_s, now = count(86_400, 3600), time.time
+    monkeypatch.setattr(time, "time", lambda: now() - next(behind_s))
+    kept = []
+    for first in (100, 400):
+        manager = manage(1, 3, order="any")
+        for step in range(first, first + 300, 100):
+            manager.save(step, state(step), metrics={"loss": 1.0})
+            manager.join()
+            kept.append(manager.all_steps())
+            assert restored(manager, "auto") == manager.latest_step() == step
+            assert manager.best_step("loss") == step
+        manager.close()
+    assert kept == [
+        [100, 800, 900], [100, 200, 900], [100, 200, 300],
+        [200, 300, 400], [300, 400, 500], [400, 500, 600],
+    ]  # fmt: skip
+    reader = manage(None, order="any", read_only=True)
+    assert next(reader.follow()) == 600
+    # Where steps go up, the highest is the newest, whenever it was saved.
+    later = manage(1, order="any")
+    later.save(50, state(50))
+    later.close()
+    assert (manage(None, read_only=True).latest_step(), reader.latest_step()) == (600, 50)
 
 
 @pytest.mark.parametrize(
@@ -865,10 +900,10 @@ def test_what_a_save_without_space_could_not_remove_goes_before_the_next(manage,
 def test_room_is_not_made_at_the_price_of_the_newest_step_where_an_older_was_saved_last(
     manage, monkeypatch
 ):
-    manager = manage(1, 1, order="any")
-    for step in (5, 3):
-        manager.save(step, state(step))
-        manager.join()
+    manager = manage(1, retention=LatestN(1) | KeepEverySteps(3))
+    for step in (3, 5, 3):
+        manager.save(step, state(step), replace=True)
+    manager.join()
     assert manager.all_steps() == [3, 5]
     fill_disk(monkeypatch, "step-00000006")
     with pytest.raises(errors.StorageError, match="ENOSPC"):

@@ -18,7 +18,14 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.format import manifest
 from ray_dcp.format.names import CATALOGUE
-from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
+from ray_dcp.format.step_info import (
+    CatalogueRow,
+    StepInfo,
+    decode_catalogue,
+    decode_info,
+    encode_catalogue,
+    encode_info,
+)
 from ray_dcp.io.lease_holders import _started, this_process
 from ray_dcp.io.records import Announced
 from ray_dcp.manager import (
@@ -616,7 +623,11 @@ def test_a_step_whose_record_is_damaged_is_listed_not_counted_and_not_deleted(tm
 def test_an_info_that_is_not_what_was_written_is_damaged(damage):
     info = StepInfo(step=1, created_s=2.0, metrics={"loss": 1.0}, items={"model": "model.3"})
     data = encode_info(info)
-    assert decode_info(data) == info
+    assert b"order_s" not in data
+    later = replace(info, order_s=3.5)
+    assert [decode_info(data), decode_info(encode_info(later))] == [info, later]
+    row = CatalogueRow("step-1", 1, 1, "0" * 16, 2.0, later)
+    assert decode_catalogue(encode_catalogue([row])) == [row]
     if damage is None:
         damage = data.replace(b"1.0", b"1.5")
     elif damage == "traversal":
