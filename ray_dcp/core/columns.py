@@ -2,6 +2,11 @@
 
 `planning.merge` combines the columns of all ranks.
 
+**Entries of lists** that several ranks have in part, such as the parameter groups of an optimizer
+of which each pipeline stage has its own, have an identity beside their index on the rank:
+`optim.param_groups.0~3f2a.lr`. `merge` puts all of them into one list, in which equal identities
+are one entry, so that neither index nor identity reaches storage.
+
 **Per-rank names** are alike on all ranks but for the rank: `loader.rank-7-of-64`. Ranks that differ
 only in their own number in such names hold the same items: the first halves of their fingerprints
 are equal, and the rows of one rank determine those of the others (`planning.fingerprint`). Columns
@@ -507,6 +512,67 @@ def _check_boxes(columns: Columns) -> list[str]:
 
 def _describe_faults(columns: Columns, bad: Any, what: str) -> list[str]:
     return [f"{columns.names[columns.name[row]]!r} {what}" for row in np.flatnonzero(bad)]
+
+
+# --- Entries of lists ----------------------------------------------------------------------------
+
+_IDENTITY = "\x1f"
+"""Separates the index of a list's entry from its identity."""
+_ENTRY = re.compile(rf"{_IDENTITY}[0-9a-f]{{16}}(?:-[0-9]+)?")
+
+
+def identified(path: NamePath, place: int, identity: str) -> tuple[str, NamePath]:
+    """Returns the name and path of a value in an entry of a list that ranks have in part.
+
+    Args:
+        path: Path of the value.
+        place: Place in the path of the entry's index.
+        identity: 16 hexadecimal digits, and a number if a rank has several such entries.
+    """
+    entry = f"{path[place]}{_IDENTITY}{identity}"
+    marked = (*path[:place], entry, *path[place + 1 :])
+    return ".".join(map(str, marked)), marked
+
+
+def has_identity(name: str) -> bool:
+    """Returns whether a name is a result of `identified`."""
+    return _IDENTITY in name and _ENTRY.search(name) is not None
+
+
+def without_identity(name: str) -> str:
+    """Returns a name as the user knows it.
+
+    Examples:
+        >>> name, _ = identified(("o", "param_groups", 0, "lr"), 2, "3f2a" * 4)
+        >>> has_identity(name), without_identity(name)
+        (True, 'o.param_groups.0.lr')
+    """
+    return _ENTRY.sub("", name) if _IDENTITY in name else name
+
+
+class ListNumbers:
+    """Numbers the entries of lists of which ranks have different ones, in order of appearance."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[NamePath, dict[str, int]] = {}
+
+    def resolve(self, name: str, path: NamePath | None) -> tuple[str, NamePath | None]:
+        """Returns name and path with the entry's index in the list of all ranks.
+
+        Examples:
+            >>> numbers = ListNumbers()
+            >>> [numbers.resolve(*identified(("groups", 0, "lr"), 1, one * 16))[0] for one in "abb"]
+            ['groups.0.lr', 'groups.1.lr', 'groups.1.lr']
+        """
+        if path is None or not has_identity(name):
+            return name, path
+        for place, part in enumerate(path):
+            if isinstance(part, str) and has_identity(part):
+                entries = self._numbers.setdefault(path[:place], {})
+                number = entries.setdefault(part.partition(_IDENTITY)[2], len(entries))
+                found = (*path[:place], number, *path[place + 1 :])
+                return ".".join(map(str, found)), found
+        return name, path
 
 
 # --- Per-rank names ------------------------------------------------------------------------------

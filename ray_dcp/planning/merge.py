@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
+from ray_dcp.core.columns import ListNumbers, has_identity
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
@@ -87,6 +88,10 @@ def merge(columns: Sequence[Columns]) -> Held:
     as with torch's `StateDictOptions(full_state_dict=True, cpu_offload=True)`, the others have
     empty mappings.
 
+    Entries of lists that ranks have in part, by `columns.identified`, become entries of one list:
+    those of rank 0 keep their indices, and what each next rank adds follows. So the parameter
+    groups of pipeline stages are stored as one process with all stages would store them.
+
     Args:
         columns: Columns of each rank; at least one.
     """
@@ -95,20 +100,22 @@ def merge(columns: Sequence[Columns]) -> Held:
     dtypes: dict[str, int] = {}
     tensor, dtype = [], []
     last: tuple[str, ...] | None = None
+    lists = ListNumbers()
     for own in columns:
         if own.names != last:
             # Why not always: in most jobs all ranks have the same names in the same order.
             last = own.names
+            own_names, own_paths = _numbered(own, lists)
             if not names:
                 names, paths = (
-                    dict(zip(own.names, range(len(own.names)), strict=True)),
-                    [*own.paths],
+                    dict(zip(own_names, range(len(own_names)), strict=True)),
+                    [*own_paths],
                 )
-            for name, path in zip(own.names, own.paths, strict=True):
+            for name, path in zip(own_names, own_paths, strict=True):
                 if name not in names:
                     names[name] = len(names)
                     paths.append(path)
-            code = np.fromiter(map(names.__getitem__, own.names), np.int64, len(own.names))
+            code = np.fromiter(map(names.__getitem__, own_names), np.int64, len(own_names))
         tensor.append(code[own.name])
         vocabulary = [dtypes.setdefault(name, len(dtypes)) for name in own.dtypes]
         dtype.append(np.array([*vocabulary, -1], dtype=np.int8)[own.dtype])
@@ -136,6 +143,17 @@ def merge(columns: Sequence[Columns]) -> Held:
         **same,
     )
     return _without_filled(held)
+
+
+def _numbered(
+    columns: Columns, lists: ListNumbers
+) -> tuple[Sequence[str], Sequence[NamePath | None]]:
+    """Returns names and paths with the places that entries of lists have on storage."""
+    # Why this check first: a check of each name takes longer than most ranks' whole merge.
+    if not any(map(has_identity, columns.names)):
+        return columns.names, columns.paths
+    pairs = [*map(lists.resolve, columns.names, columns.paths)]
+    return [name for name, _ in pairs], [path for _, path in pairs]
 
 
 def _digest_numbers(columns: Columns) -> Int32Array:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from ray_dcp.core.columns import without_identity
 from ray_dcp.core.dtypes import READABLE
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, Settled, padded
@@ -35,10 +36,12 @@ from ray_dcp.torch_adapter.objects import (
     load_problem,
     simple_digest,
 )
+from ray_dcp.torch_adapter.optimizer_state import with_group_identities
 from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded, why_part
 from ray_dcp.torch_adapter.state import (
     PerRank,
     frozen_names,
+    group_identities_of,
     named_for_rank,
     stateful_to_state_dict,
 )
@@ -139,6 +142,9 @@ def capture(
         rows.fill(named_for_rank(flat, rank, world_size))
         _check(rows, options, rank)
         columns = rows.columns()
+        sent = columns
+        if stateful and flatten_state_dict and world_size > 1:
+            sent = with_group_identities(columns, group_identities_of(state_dict, plain))
     values = rows.values
 
     def deferred(row: int) -> bytes:
@@ -148,7 +154,7 @@ def capture(
             held = values[row] = dump_object(held.value, fqn=fqn)
         return held  # type: ignore[no-any-return]
 
-    return Capture(columns, TensorBytes(values, columns), deferred, tuple(rows.warnings))
+    return Capture(sent, TensorBytes(values, columns), deferred, tuple(rows.warnings))
 
 
 def _check(rows: Rows, options: SaveOptions, rank: int) -> None:
@@ -576,7 +582,7 @@ def _nonfinite_items(captured: Capture) -> list[tuple[str, NonFinite, int]]:
     rows = np.flatnonzero((columns.kind == Kind.TENSOR) & searched[columns.dtype]).tolist()
     found = nonfinite_of(source.tensor, rows)
     return [
-        (columns.names[columns.name[row]], found[row], source.tensor(row).numel())
+        (without_identity(columns.names[columns.name[row]]), found[row], source.tensor(row).numel())
         for row in rows
         if row in found
     ]

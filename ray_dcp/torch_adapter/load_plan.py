@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.commit_protocol.messages import Untaken
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.errors import (
@@ -534,14 +533,12 @@ def plan_targets(
             flat = replace(flat, empty=flat.empty - index.keys())
         flat, tied = _without_tied(_select_wanted(flat, prefixes), index)
         own = OwnValues(flat, index, rank, world_size)
-        left = set() if loaded is None else loaded.left
-        missing, unexpected = _compare_keys(own, index, table.names, options, left)
+        missing, unexpected = _compare_keys(own, index, table.names, options)
         refused = must_be_taken(state_dict, unexpected, strict=options.strict)
-        untaken = None
-        if world_size == 1:
-            check_all_taken(refused, strict=options.strict)
-        elif unexpected:
-            untaken = Untaken.of(table.names, unexpected, refused)
+        if world_size == 1 and refused:
+            likely = () if loaded is None else loaded.left
+            told = [*refused, *(name for name in index if name in likely)]
+            check_all_taken(told, strict=options.strict)
         placing.fill(own.rest, index)
         placing.take_tied(tied)
         placing.check()
@@ -560,8 +557,13 @@ def plan_targets(
 
     def check_groups() -> None:
         placing.finish_decisive()
-        if loaded is not None:
-            loaded.check_groups()
+        left = set() if loaded is None else loaded.check_groups()
+        if left:
+            names = [table.names[number] for name, number in index.items() if name in left]
+            lost = must_be_taken(state_dict, names, strict=options.strict)
+            if world_size == 1:
+                check_all_taken(lost, strict=options.strict)
+            targets.leave(left, names, lost)
 
     with collector_paused():
         first = None
@@ -570,7 +572,7 @@ def plan_targets(
             first = Targets(
                 placing.table, options, *placing.early, objects=takers, finish=check_groups
             )
-        return Targets(
+        targets = Targets(
             placing.table,
             options,
             placing.raw,
@@ -582,12 +584,13 @@ def plan_targets(
             loaded=(*placing.loaded, *own.loaded, *tied.names),
             missing=missing,
             unexpected=unexpected,
+            refused=None if world_size == 1 else refused,
             cast=tuple(placing.cast),
             late_cast=late,
             resized=tuple(placing.resized),
-            untaken=untaken,
             whole=() if loaded is None else loaded.whole,
         )
+    return targets
 
 
 def _select_wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
@@ -676,7 +679,6 @@ def _compare_keys(
     index: Mapping[str, int],
     stored: Sequence[str],
     options: LoadOptions,
-    left: set[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the keys that the checkpoint lacks, and its keys that are not requested.
 
@@ -685,7 +687,6 @@ def _compare_keys(
         index: Names that can be requested, with their numbers in the checkpoint.
         stored: Names of the checkpoint.
         options: Only `strict`, `key_map` and `prefixes` are used.
-        left: Names that are requested, but belong to nothing in the state dict.
 
     Raises:
         MissingKeyError: The checkpoint lacks keys, and `options` make this an error.
@@ -693,10 +694,10 @@ def _compare_keys(
     rest = own.rest
     missing = (*(name for name in rest.names if name not in index), *own.missing)
     unexpected: tuple[str, ...] = ()
-    num_asked = len(rest.names) + len(own.asked) + len(rest.empty & index.keys()) - len(left)
+    num_asked = len(rest.names) + len(own.asked) + len(rest.empty & index.keys())
     # Why first: usually no key is missing or unexpected, and sets of all names take time.
     if missing or num_asked != len(stored):
-        asked, prefixes = {*rest.names, *own.asked, *rest.empty} - left, options.prefixes
+        asked, prefixes = {*rest.names, *own.asked, *rest.empty}, options.prefixes
         unexpected = tuple(
             stored[number]
             for name, number in index.items()

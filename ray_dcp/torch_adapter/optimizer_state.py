@@ -10,8 +10,9 @@ with the stored one afterwards; and FSDP1 shards the state of its flat parameter
 
 from __future__ import annotations
 
+import json
 import logging
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import (
     Callable,
     Collection,
@@ -21,7 +22,8 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
@@ -31,7 +33,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.core.values import ChunkTable, IntKey, Kind, NamePath
+from ray_dcp.core.columns import identified
+from ray_dcp.core.values import ChunkTable, Columns, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
 from ray_dcp.torch_adapter.flatten import below, flatten, listed, set_by_path
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
@@ -125,10 +128,10 @@ class OptimizerTargets:
 
     Attributes:
         state: The targets; None if the checkpoint has the whole state as one object.
-        left: Names in it that are read, but do not belong to this optimizer.
+        left: Names in it that may belong to no group of this optimizer; `check_groups` decides.
         is_whole: Whether the loaded state replaces all state of the optimizer.
         decisive: Names in it that have to be loaded before any target changes: `check_groups` then
-            finds whether the rest fits.
+            finds whether the rest fits, and which names no group of this optimizer takes.
     """
 
     state: Any
@@ -178,6 +181,58 @@ def gives_torchs(value: Any, cls: Any, name: str = "state_dict") -> bool:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def group_identities(state: Any) -> list[str]:
+    """Returns what distinguishes each parameter group from those of other ranks.
+
+    That is the names of its parameters; of an empty group its index.
+
+    Args:
+        state: State of an optimizer.
+
+    Returns:
+        Identities for `columns.identified`; none if parameters have numbers instead of names, which
+        are the same on ranks with different parameters.
+
+    Examples:
+        >>> groups = [{"params": ["a"]}, {"params": []}]
+        >>> one, other = group_identities({"param_groups": groups})
+        >>> [other, one] == group_identities({"param_groups": [{"params": []}, groups[0]]})
+        False
+        >>> group_identities({"param_groups": [{"params": [0]}]})
+        []
+    """
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    lists = [group.get("params") for group in groups] if isinstance(groups, list) else [None]
+    if not all(isinstance(some, list) and set(map(type, some)) <= {str} for some in lists):
+        return []
+    seen, found = Counter[str](), list[str]()
+    for index, names in enumerate(lists):
+        text = json.dumps(names or index).encode()
+        identity = blake2b(text, digest_size=8).hexdigest()
+        found.append(f"{identity}-{seen[identity]}" if identity in seen else identity)
+        seen[identity] += 1
+    return found
+
+
+def with_group_identities(columns: Columns, identities: Mapping[str, Sequence[str]]) -> Columns:
+    """Returns columns in which values of parameter groups have the identities of their groups.
+
+    Args:
+        columns: What a rank saves.
+        identities: `group_identities` by the keys of optimizers.
+    """
+    if not identities:
+        return columns
+    names, paths = list(columns.names), list(columns.paths)
+    for row, path in enumerate(paths):
+        known = identities.get(str(path[0])) if path and len(path) > 3 else None
+        if known and path and path[1] == "param_groups" and names[row] == ".".join(map(str, path)):
+            index = path[2]
+            if isinstance(index, int) and index < len(known):
+                names[row], paths[row] = identified(path, 2, known[index])
+    return replace(columns, names=tuple(names), paths=tuple(paths))
 
 
 def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
@@ -232,6 +287,7 @@ class _Named:
         self._renamed_to: dict[str, str] = {}
         self._as_saved: set[int] = set()
         self._listed: set[int] = set()
+        self._group_names: dict[int, list[str]] = {}
         self._key, self._is_whole, self._is_strict = "", True, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,10 +385,10 @@ class _Named:
         return list(zip(numbers, _parameters(self._optimizer), strict=False))
 
     def _ask_groups(self, items: Mapping[str, StoredValue], tree: dict[str, Any]) -> set[str]:
-        """Adds targets for the groups; returns the names of groups that the optimizer lacks."""
+        """Adds targets for the groups; returns the names of those beyond the optimizer's number."""
         own, left, options = self._optimizer.param_groups, set[str](), set[str]()
         known = {option for group in own for option in group} - {"params", "param_names"}
-        self._flat_keys = {}
+        self._flat_keys, self._group_names = {}, {}
         if any(_flat_part(item.path) for item in items.values()):
             tree["param_groups"] = self._ask_flat_groups(items)
             self._num_stored = len({name for name, _ in self._flat_keys.values()})
@@ -347,6 +403,7 @@ class _Named:
             options.add(str(path[0]))
             target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
             set_by_path(tree, ("param_groups", int(number), *path), target)
+            self._group_names.setdefault(int(number), []).append(f"{self._key}.param_groups.{rest}")
             if int(number) >= len(own):
                 left.add(f"{self._key}.param_groups.{rest}")
         groups = tree["param_groups"] = [group or {} for group in tree["param_groups"]]
@@ -538,16 +595,25 @@ class _Named:
 
     # --- setting loaded state --------------------------------------------------------------------
 
-    def check_groups(self, state: Mapping[str, Any]) -> None:
+    def check_groups(self, state: Mapping[str, Any]) -> set[str]:
         """Checks that the stored groups fit those of the optimizer; changes nothing.
 
         Args:
             state: The targets, with all `OptimizerTargets.decisive` in place.
 
+        Returns:
+            Names of stored groups that this optimizer has no parameter of: another rank may.
+
         Raises:
             StateDictError: They do not fit.
         """
-        self._match_groups(self._as_list(state["param_groups"]))
+        stored = self._stored_groups(state["param_groups"])
+        taken = {index for matches in self._match(stored) for index in matches}
+        self._options_of(stored)
+        return _names_of_left(stored, taken, self._group_names)
+
+    def _stored_groups(self, groups: Any) -> list[dict[str, Any]]:
+        return self._as_list(groups)[: self._num_stored]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         packed = self._pack(state_dict)
@@ -571,7 +637,7 @@ class _Named:
                 key=self._key,
             )
         listed = self._as_list(loaded["param_groups"])
-        groups = self._match_groups(listed)
+        groups = self._options_of(listed[: self._num_stored])
         table = self._table
         if table is None:
             is_named = any(key in self._by_name for key in loaded["state"])
@@ -614,28 +680,9 @@ class _Named:
         rest = {k: v for k, v in loaded.items() if k not in ("state", "param_groups", OTHER_STATE)}
         return {**rest, "state": {**state, **others}, "param_groups": packed}
 
-    def _match_groups(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Returns the stored options of each group of the optimizer; None if there are none.
-
-        Groups are matched by their parameters, and empty groups by their order. The remaining
-        groups are matched by position: if each rank has its own parameters, the stored list is that
-        of one rank.
-        """
-        own = self._optimizer.param_groups
-        stored = list(found[: self._num_stored])
-        lists = [group.get("params") or () for group in stored]
-        members = [self._members(entries) for entries in _under_new_names(lists, self._renamed_to)]
-        self._listed = set().union(*members)
-        ids = [{id(parameter) for parameter in group["params"]} for group in own]
-        hits = [[j for j, some in enumerate(members) if mine & some] for mine in ids]
-        empty = iter([j for j, group in enumerate(stored) if group.get("params") == []])
-        for mine, matches in zip(ids, hits, strict=True):
-            if not mine:
-                matches += [j for j in [next(empty, None)] if j is not None]
-        taken = {j for matches in hits for j in matches}
-        for index, matches in enumerate(hits):
-            if not matches and index < len(stored) and index not in taken:
-                matches.append(index)
+    def _options_of(self, stored: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """Returns the stored options of each group of the optimizer; None if there are none."""
+        hits = self._match(stored)
         lost = [index for index, matches in enumerate(hits) if not matches]
         if lost and self._is_strict and self._is_whole:
             raise StateDictError(
@@ -648,6 +695,38 @@ class _Named:
         return [
             self._options([stored[j] for j in matches]) if matches else None for matches in hits
         ]
+
+    def _match(self, stored: Sequence[dict[str, Any]]) -> list[list[int]]:
+        """Returns the indices of the stored groups whose options each group has.
+
+        Groups are matched by their parameters, and empty groups by their order, or by their options
+        if several ranks saved empty groups. The remaining
+        groups are matched by position: if each rank has its own parameters, the list that earlier
+        versions stored is that of one rank.
+        """
+        own = self._optimizer.param_groups
+        lists = [group.get("params") or () for group in stored]
+        renamed = _under_new_names(lists, self._renamed_to)
+        members = [self._members(entries) for entries in renamed]
+        self._listed = set().union(*members)
+        ids = [{id(parameter) for parameter in group["params"]} for group in own]
+        hits = [[j for j, some in enumerate(members) if mine & some] for mine in ids]
+        for mine, matches in zip(ids, hits, strict=True):
+            # Why: stages that share a parameter have different groups with it.
+            exact = [j for j in matches if members[j] == mine and len(renamed[j]) == len(mine)]
+            matches[:] = exact or matches
+        empty = [j for j, group in enumerate(stored) if group.get("params") == []]
+        # Why only of more: those of one process are in their order.
+        is_of_many = len(empty) > sum(not mine for mine in ids)
+        for group, mine, matches in zip(own, ids, hits, strict=True):
+            if not mine and empty:
+                alike = [_num_equal(group, stored[j]) if is_of_many else 0 for j in empty]
+                matches.append(empty.pop(alike.index(max(alike))))
+        taken = {j for matches in hits for j in matches}
+        for index, matches in enumerate(hits):
+            if not matches and index < len(stored) and index not in taken:
+                matches.append(index)
+        return hits
 
     def _members(self, entries: Sequence[Any]) -> set[int]:
         """Returns the ids of the optimizer's parameters that are in a stored group."""
@@ -809,6 +888,7 @@ class _FlatParameters(_OwnForm):
         self._names = ModuleNames(module)
         self._own_names: dict[str, str] = {}
         self._groups: list[list[str]] = []
+        self._group_names: dict[int, list[str]] = {}
         self._renamed_to: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -838,7 +918,7 @@ class _FlatParameters(_OwnForm):
         found = super().targets(key, stored, prefixes, strict=strict)
         names = dict(self._names.parameters())
         self._renamed_to = _renamed(_stored_in_module(stored, self._module_key, names))
-        self._groups = []
+        self._groups, self._group_names = [], {}
         items = stored.below(key, ())
         if found.state is None or not items:
             return found
@@ -847,22 +927,56 @@ class _FlatParameters(_OwnForm):
         for name in list(state):
             if not any(each in items for each in flatten({"state": {name: state[name]}}).names):
                 del state[name]
+        self._ask_groups(found, items)
         return found
+
+    def _ask_groups(self, found: OptimizerTargets, items: Mapping[str, StoredValue]) -> None:
+        """Adds targets for the groups that other ranks have saved."""
+        num_own = len(self._groups)
+        for name, item in items.items():
+            part, _, rest = name.partition(".")
+            number, _, option = rest.partition(".")
+            if part != "param_groups" or not (number.isdecimal() and option):
+                continue
+            full_name = f"{self._key}.{name}"
+            self._group_names.setdefault(int(number), []).append(full_name)
+            if int(number) >= num_own:
+                found.left.add(full_name)
+                target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
+                path = ("param_groups", int(number), *_tail(item.path, option))
+                set_by_path(found.state, path, target)
+        if len(self._group_names) > 1:
+            found.decisive = {name for names in self._group_names.values() for name in names}
+
+    def check_groups(self, state: Mapping[str, Any]) -> set[str]:
+        """Returns names of stored groups that this optimizer has no parameter of."""
+        groups = state["param_groups"]
+        own = set(chain.from_iterable(self._groups))
+        taken = [j for j, names in enumerate(self._lists_of(groups)) if own & {*names}]
+        return _names_of_left(groups, taken, self._group_names)
+
+    def _lists_of(self, groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:
+        return _under_new_names([group["params"] for group in groups], self._renamed_to)
 
     def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
         """Does nothing, as `targets` does it by names: a state dict more is a collective more."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
-        lists = _under_new_names([group["params"] for group in groups], self._renamed_to)
+        lists = self._lists_of(groups)
         if self._groups:
             # Why made anew: FSDP1 takes groups by position.
             held = self._optimizer.param_groups
-            stored = [(set(names), group) for names, group in zip(lists, groups, strict=True)]
+            stored = [({*names}, group) for names, group in zip(lists, groups, strict=True)]
+            # Why equal ones first: stages that share a parameter have different groups with it.
             groups = [
-                dict(ChainMap({"params": own}, *(g for some, g in stored if some & {*own}), rest))
+                dict(ChainMap({"params": own}, *(
+                    group
+                    for some, group in sorted(stored, key=lambda one: one[0] != {*own})
+                    if some & {*own}
+                ), rest))
                 for own, rest in zip(self._groups, held, strict=True)
-            ]
+            ]  # fmt: skip
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _set(self, state_dict: dict[str, Any]) -> None:
@@ -933,6 +1047,27 @@ def _under_new_names(
         ]
         for group in groups
     ]
+
+
+def _names_of_left(
+    stored: Sequence[Mapping[str, Any]], taken: Collection[int], names: Mapping[int, Sequence[str]]
+) -> set[str]:
+    """Returns the names of stored groups that an optimizer does not take.
+
+    An empty group has nothing that could be lost.
+
+    Args:
+        stored: The stored groups.
+        taken: Indices of those that are taken.
+        names: Names of the values of each stored group.
+    """
+    left = [j for j, group in enumerate(stored) if j not in taken and group.get("params") != []]
+    return {name for j in left for name in names.get(j, ())}
+
+
+def _num_equal(group: Mapping[str, Any], stored: Mapping[str, Any]) -> int:
+    """Returns how many options of a group are as stored."""
+    return sum(key in group and _is_same(value, group[key]) for key, value in stored.items())
 
 
 def _flat_part(path: NamePath | None) -> str | None:

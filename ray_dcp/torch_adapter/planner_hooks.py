@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,11 +64,12 @@ from ray_dcp.torch_adapter.objects import (
     simple_digest,
     tensors_within,
 )
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, with_group_identities
 from ray_dcp.torch_adapter.shards import why_part
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink, increment_version, target_problem
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
+    group_identities_of,
     refuse_per_rank,
     stateful_to_load_targets,
     stateful_to_state_dict,
@@ -217,8 +218,12 @@ def capture_with_planner(
     """
     hooks = _PlannerHooks(planner, group.rank)
 
+    identities: dict[str, list[str]] = {}
+
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
+        if stateful and group.world_size > 1:
+            identities.update(group_identities_of(state_dict, state))
         # Why only now: the state of a `Stateful` value may contain one.
         refuse_per_rank(state, f"the planner {hooks.name}")
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
@@ -227,9 +232,10 @@ def capture_with_planner(
         hooks.run("set_up_planner", set_up)
         plan = hooks.run("create_local_plan", lambda: _whole_local_plan(planner))
         paths = _paths_of(plan.planner_data) or {}
-        return _Resolved(
+        found = _Resolved(
             hooks, options, paths, is_shared=True, world_size=group.world_size
         ).capture(plan.items)
+        return replace(found, columns=with_group_identities(found.columns, identities))
 
     def local_plan() -> SavePlan:
         set_up()
@@ -777,7 +783,7 @@ class PlannedReads:
         metadata: Metadata,
         put_back: Callable[[], None],
         late_cast: Sequence[Cast],
-        check: Callable[[], None] | None,
+        check: Callable[[], object] | None,
     ) -> Targets:
         """Returns the targets of all read items.
 
@@ -788,7 +794,7 @@ class PlannedReads:
             check: Called when all that is decisive is loaded; None if nothing is.
         """
 
-        def of_items(items: _Items, then: Callable[[], None], **more: Any) -> Targets:
+        def of_items(items: _Items, then: Callable[[], object], **more: Any) -> Targets:
             def finish() -> None:
                 items.raw.finish()
                 items.opaque.finish()

@@ -40,6 +40,7 @@ from ray_dcp.torch_adapter.optimizer_state import (
     Cast,
     Stored,
     gives_torchs,
+    group_identities,
     naming_module,
     optimizer_part,
 )
@@ -60,7 +61,7 @@ class LoadTargets:
     optimizers: list[Any] = field(default_factory=list)
     """Those of the parts that are an `optimizer_part`."""
     left: set[str] = field(default_factory=set)
-    """Names that are read, but belong to nothing in the state dict."""
+    """Names that are read, but may belong to nothing in the state dict; `check_groups` decides."""
     whole: list[str] = field(default_factory=list)
     """Keys whose state the load replaces completely."""
     decisive: dict[str, set[str]] = field(default_factory=dict)
@@ -81,14 +82,18 @@ class LoadTargets:
             and loaded.dtype != dtype
         ]
 
-    def check_groups(self) -> None:
+    def check_groups(self) -> set[str]:
         """Checks the groups of optimizers whose `decisive` values are loaded; changes nothing.
+
+        Returns:
+            Names that are read, but belong to no group of the state dict.
 
         Raises:
             StateDictError: Groups do not fit.
         """
-        for key in self.decisive:
-            self.parts[key].check_groups(self.values[key])
+        return set().union(
+            *(self.parts[key].check_groups(self.values[key]) for key in self.decisive)
+        )
 
     def put_back(self, state_dict: MutableMapping[str, Any]) -> None:
         """Passes the loaded state to the `Stateful` values, and replaces all other values.
@@ -145,6 +150,23 @@ def stateful_to_state_dict(
             key: part.state_dict() if (part := _part(value, modules)) is not None else value
             for key, value in state_dict.items()
         }
+
+
+def group_identities_of(
+    state_dict: Mapping[str, Any], plain: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Returns the `group_identities` of the optimizers of a state dict, by key.
+
+    Args:
+        state_dict: The user's argument of `save`.
+        plain: The result of `stateful_to_state_dict` for it.
+    """
+    return {
+        str(key): found
+        for key, value in state_dict.items()
+        if isinstance(value, torch.optim.Optimizer) and gives_torchs(value, torch.optim.Optimizer)
+        if (found := group_identities(plain[key]))
+    }
 
 
 def stateful_to_load_targets(

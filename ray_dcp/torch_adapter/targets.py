@@ -13,7 +13,7 @@ into separate memory (`Targets.trials`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -86,7 +86,7 @@ class Targets:
         unexpected: FQNs of the checkpoint that the state dict does not request.
         cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
         resized: `(FQN, stored shape, target shape)` of targets whose shapes differ.
-        untaken: Parts of the checkpoint that this rank does not load, but other ranks may.
+        refused: The part of `unexpected` that some rank has to load; None if no other rank may.
         whole: Top-level keys whose state the load replaces completely.
     """
 
@@ -107,7 +107,7 @@ class Targets:
         unexpected: tuple[str, ...] = (),
         cast: tuple[Cast, ...] = (),
         resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
-        untaken: Untaken | None = None,
+        refused: Sequence[str] | None = None,
         whole: Sequence[str] = (),
     ) -> None:
         self._table = table
@@ -127,7 +127,7 @@ class Targets:
         self._late_cast = late_cast
         self.loaded, self.missing, self.unexpected = loaded, missing, unexpected
         self.cast, self.resized = cast, resized
-        self.untaken, self.whole = untaken, whole
+        self._refused, self.whole = refused, whole
 
     def all_casts(self) -> tuple[Cast, ...]:
         """Returns all casts, once the state is loaded."""
@@ -158,6 +158,25 @@ class Targets:
             )
         if self.decisive is not None:
             self.decisive.check_coverage(plan_reads(self._table, self.decisive.wanted))
+
+    def leave(self, names: Collection[str], stored: Sequence[str], refused: Sequence[str]) -> None:
+        """Registers what turned out to belong to nothing in the state dict.
+
+        Args:
+            names: Names that were to be loaded.
+            stored: Their names in the checkpoint.
+            refused: The part of `stored` that some rank has to load.
+        """
+        self.loaded = tuple(name for name in self.loaded if name not in names)
+        self.unexpected += tuple(stored)
+        self._refused = None if self._refused is None else (*self._refused, *refused)
+
+    @property
+    def untaken(self) -> Untaken | None:
+        """Parts of the checkpoint that this rank does not load, but other ranks may."""
+        if not self.unexpected or self._refused is None:
+            return None
+        return Untaken.of(self._table.names, self.unexpected, self._refused)
 
     def check_taken(self, untaken: Untaken) -> None:
         """Raises if no rank loads a part of the checkpoint that must be loaded.

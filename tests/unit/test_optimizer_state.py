@@ -17,7 +17,11 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 import ray_dcp
 from ray_dcp import saving
@@ -25,7 +29,7 @@ from ray_dcp.errors import CoverageError, MissingKeyError, ShapeMismatchError, S
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
 from ray_dcp.xla import prime_optimizer
-from tests.support.adapter import OwnLookup
+from tests.support.adapter import OwnLookup, OwnSave
 from tests.support.threads import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -911,6 +915,165 @@ def test_stages_of_a_pipeline_each_load_their_own(tmp_path: Path):
         return ray_dcp.load(state, checkpoint_id=tmp_path / "c", options=options).unexpected
 
     assert all("m.3.weight" in unexpected for unexpected in on_ranks(load_less))
+
+
+def pipeline(*layers: int, groups: str = "all", rate: float = 0.1, seed: int = 1) -> State:
+    """Returns a stage with some of eight layers; `rate` is multiplied by each layer's number + 1.
+
+    `groups` is how it groups its parameters: `all` in one, `decay` by whether they are decayed, or
+    `layers`, each its own.
+    """
+    torch.manual_seed(seed)
+    every = nn.ModuleDict({str(n): nn.Linear(3, 3) for n in range(8)})
+    own = nn.ModuleDict({str(n): every[str(n)] for n in layers})
+    if groups == "layers":
+        cut = [{"params": [*own[n].parameters()], "lr": rate * (int(n) + 1)} for n in own]
+    elif groups == "decay":
+        cut = [
+            {"params": [own[n].weight for n in own if n != "7"], "weight_decay": 0.5 * rate},
+            {"params": [own[n].bias for n in own if n != "0"], "weight_decay": rate / 8},
+        ]
+        cut[0]["params"] += [own["7"].weight] if "7" in own else []
+        cut = [{**group, "lr": rate * (1 + min(layers))} for group in cut]
+    else:
+        cut = [{"params": [*own.parameters()], "lr": rate}]
+    return {"m": own, "o": torch.optim.AdamW(cut)}
+
+
+def options_by_name(state: State) -> dict[str, Any]:
+    names = {id(p): name for name, p in state["m"].named_parameters()}
+    return {
+        names[id(p)]: {k: v for k, v in group.items() if k != "params"}
+        for group in state["o"].param_groups
+        for p in group["params"]
+    }
+
+
+SPLITS = {2: ((0, 1, 2, 3), (4, 5, 6, 7)), 3: ((0, 1), (2, 3, 4), (5, 6, 7)), 1: (tuple(range(8)),)}
+"""Layers of each stage, by the number of ranks."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("planner", [None, OwnLookup])
+@pytest.mark.parametrize("groups", ["all", "decay", "layers"])
+def test_options_of_a_stages_groups_come_back_on_it_and_nobody_warns(
+    groups: str, planner: Any, tmp_path: Path
+):
+    check = ray_dcp.SaveOptions(replicas="check")
+
+    def rate(rank: int) -> float:
+        return 0.1 * (rank + 1)
+
+    def save_stage(rank: int) -> Any:
+        state = pipeline(*SPLITS[2][rank], groups=groups, rate=rate(rank))
+        train_stage(state)
+        how = {"planner": OwnSave()} if planner else {}
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c", options=check, **how)
+        return held(state), options_by_name(state)
+
+    def load_stage(rank: int) -> Any:
+        state = pipeline(*SPLITS[2][rank], groups=groups, rate=7.0, seed=2)
+        how = {"planner": planner()} if planner else {}
+        report = ray_dcp.load(state, checkpoint_id=tmp_path / "c", **how)
+        assert report.missing == ()
+        return held(state), options_by_name(state)
+
+    saved = on_ranks(save_stage)
+    assert on_ranks(load_stage) == saved
+    if groups == "layers":
+        every = saved[0][1] | saved[1][1]
+        for split in (SPLITS[3], SPLITS[1]):
+
+            def load_other(rank: int, split: Any = split) -> Any:
+                state = pipeline(*split[rank], groups=groups, rate=7.0, seed=2)
+                ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+                return options_by_name(state)
+
+            found = run_as_ranks(load_other, len(split)) if len(split) > 1 else [load_other(0)]
+            assert {k: v for one in found for k, v in one.items()} == every
+
+
+@pytest.mark.filterwarnings("error")
+def test_stages_with_equal_options_are_loaded_at_any_split(tmp_path: Path):
+    def run(num: int, rank: int, *, is_saved: bool) -> Any:
+        state = pipeline(*SPLITS[num][rank], rate=0.25 if is_saved else 3.0, seed=2 - is_saved)
+        if is_saved:
+            train_stage(state)
+            ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+        else:
+            ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+        return held(state)[0], options_by_name(state)
+
+    saved = on_ranks(lambda rank: run(2, rank, is_saved=True))
+    expected = [saved[0][i] | saved[1][i] for i in (0, 1)]
+    for num in (1, 3):
+        found = run_as_ranks(lambda rank, num=num: run(num, rank, is_saved=False), num)
+        assert not any(isinstance(one, BaseException) for one in found), found
+        for i in (0, 1):
+            assert {k: v for one in found for k, v in one[i].items()} == expected[i]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_stock_reads_the_groups_of_all_stages_as_one_process_has_them(tmp_path: Path):
+    def save_stage(rank: int) -> State:
+        state = pipeline(*SPLITS[2][rank], groups="layers")
+        train_stage(state)
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+        return state
+
+    first, second = on_ranks(save_stage)
+    whole = pipeline(*SPLITS[1][0], groups="layers", rate=5.0, seed=2)
+    train_stage(whole)
+    model, optimizer = get_state_dict(whole["m"], whole["o"])
+    into = {"m": model, "o": optimizer}
+    stock.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
+    set_state_dict(whole["m"], whole["o"], model_state_dict=into["m"], optim_state_dict=into["o"])
+    assert options_by_name(whole) == options_by_name(first) | options_by_name(second)
+    assert held(whole)[0] == held(first)[0] | held(second)[0]
+
+
+def test_a_group_that_no_rank_has_is_refused_by_name(tmp_path: Path):
+    """Without momentum nothing but its group is stored of a parameter's optimizer."""
+
+    def sgd(layers: Sequence[int], rate: float) -> State:
+        model = pipeline(*layers)["m"]
+        return {"m": model, "o": torch.optim.SGD(model.parameters(), lr=rate)}
+
+    def load_group(layers: Sequence[int]) -> float:
+        state = sgd(layers, 7.0)
+        try:
+            ray_dcp.load(state, checkpoint_id=tmp_path / "c", options=of_optimizer)
+        except StateDictError:
+            assert state["o"].param_groups[0]["lr"] == 7.0
+            raise
+        return state["o"].param_groups[0]["lr"]
+
+    of_optimizer = ray_dcp.LoadOptions(prefixes=["o"])
+    first, second = SPLITS[2]
+    on_ranks(
+        lambda rank: ray_dcp.save(sgd(SPLITS[2][rank], rank + 1), checkpoint_id=tmp_path / "c")
+    )
+    assert on_ranks(lambda rank: load_group((second, first)[rank])) == [2, 1]
+    for error in run_as_ranks(lambda rank: load_group(first), 2):
+        assert isinstance(error, StateDictError)
+        assert "'o.param_groups.1.lr'" in str(error)
+
+
+def test_stages_that_share_a_parameter_keep_their_own_options(tmp_path: Path):
+    def stage(rank: int, rate: float) -> State:
+        torch.manual_seed(1)
+        tied, own = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        model = nn.ModuleDict({"tied": tied, str(rank): own})
+        return {"m": model, "o": torch.optim.SGD(model.parameters(), lr=rate * (rank + 1))}
+
+    on_ranks(lambda rank: ray_dcp.save(stage(rank, 0.5), checkpoint_id=tmp_path / "c"))
+
+    def load_stage(rank: int) -> float:
+        state = stage(rank, 3.0)
+        ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+        return state["o"].param_groups[0]["lr"]
+
+    assert on_ranks(load_stage) == [0.5, 1.0]
 
 
 def test_strict_counts_what_any_rank_asks_for(tmp_path: Path):
