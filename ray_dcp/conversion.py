@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import mmap
 import os
 import pickle
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
+from ray_dcp.core.json_text import to_json
 from ray_dcp.core.processes import run_tasks
 from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
@@ -807,7 +807,7 @@ class HubFiles:
         }
         index = {"metadata": {"total_size": sum(map(bytes_of, stored))}, "weight_map": file_of}
         storage = open_storage(self.folder)
-        storage.write(INDEX_NAME, json.dumps(index, indent=2).encode())
+        storage.write(INDEX_NAME, to_json(index, indent=2).encode())
         # Why: a reader of the folder would also read files of an earlier conversion.
         before = [entry.key for entry in plain_files(storage) if _FILE_NAME.fullmatch(entry.key)]
         storage.delete(key for key in before if key not in file_of.values())

@@ -5,7 +5,6 @@ They import neither torch nor Ray.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import secrets
@@ -26,6 +25,7 @@ from ray_dcp.cli.main import INTERRUPTED, JSON
 from ray_dcp.cli.output import fitted, progress, says, styled, table, told
 from ray_dcp.cli.places import PLACE, check_answers, run_at, written
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
@@ -251,7 +251,7 @@ def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
 def _print_change(run: RunView, name: str, was: str, state: str, *, first: bool) -> None:
     if says(JSON):
         row = listed(run.step(name), time.time(), full=False) if state else {"name": name}
-        click.echo(json.dumps({"was": was, **row, "state": state or "gone"}))
+        click.echo(to_json({"was": was, **row, "state": state or "gone"}))
         return
     size = f", {size_text(run.step(name).num_bytes)}" if state else ""
     moment = "" if first else time.strftime("%H:%M:%S ")

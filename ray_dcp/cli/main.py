@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import errno
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -21,6 +20,7 @@ from typing import IO, Any
 import click
 
 import ray_dcp
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 
 # Name -> `module:attribute` of its click command, and its summary. Why the summary is here:
@@ -102,7 +102,7 @@ class Failure(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         """Prints the message to standard error or, with `--json`, an object to standard output."""
         if self._as_json:
-            click.echo(json.dumps({"error": self._error}, indent=2, default=str))
+            click.echo(to_json({"error": self._error}, indent=2, default=str))
         else:
             click.echo(f"Error: {self.message}", err=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from ray_dcp.cli.main import INTERRUPTED, JSON
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.progress import Meter, reporting
 from ray_dcp.view.wording import printable
@@ -48,7 +48,7 @@ def says(option: str) -> bool:
 def told(value: Any, *lines: str) -> None:
     """Prints the result of a command: with `--json` a value as JSON, else lines for people."""
     if says(JSON):
-        click.echo(json.dumps(value, indent=2, default=str))
+        click.echo(to_json(value, indent=2, default=str))
     elif lines:
         click.echo("\n".join(lines))
 

@@ -44,6 +44,7 @@ from ray_dcp.cli.places import (
     hint_at,
     written,
 )
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
@@ -553,7 +554,7 @@ def chrome_trace(trace: SaveTrace) -> str:
             events.append({**kind, "pid": pid, "tid": 0, **times, "args": told})
     whole = ("attempt", "mode", "world_size", "num_bytes")
     other = {name.removeprefix("num_"): getattr(trace, name) for name in whole}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+    return to_json({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
 
 
 def _micros(seconds: float) -> float:
@@ -652,7 +653,7 @@ def _loading_code(view: CheckpointView, path: str) -> list[str]:
         view: The checkpoint.
         path: Its path or URL.
     """
-    where = json.dumps(path)
+    where = to_json(path)
     state = _state_code(view)
     if state is None:
         read = [f"state = dcp.read_state_dict({where})", "model.load_state_dict(state)"]
@@ -678,7 +679,7 @@ def _state_code(view: CheckpointView) -> str | None:
             found[key] = _literal(view.small_values.get(name, "None"))
         else:
             found[key] = f"torch.empty({info.shape}, dtype=torch.{info.dtype})"
-    text = ", ".join(f"{json.dumps(key)}: {value}" for key, value in found.items())
+    text = ", ".join(f"{to_json(key)}: {value}" for key, value in found.items())
     return None if is_flat or len(text) > _MOST_CODE else f"{{{text}}}"
 
 
@@ -766,7 +767,7 @@ def _to_load(run: RunView, path: str) -> Iterator[str]:
         yield f"{newest.name}: {error.message}"
         return
     if code[-1].startswith("dcp.load(") and newest.step is not None:
-        code[-1] = f"dcp.load_newest(state, {json.dumps(path)})"
+        code[-1] = f"dcp.load_newest(state, {to_json(path)})"
     yield from _code_lines("to load the newest that is whole", code)
 
 

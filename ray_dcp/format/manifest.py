@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format import damaged as format_damaged
 from ray_dcp.format.names import check_attempt, check_file_key, check_file_keys, is_unicode
@@ -100,7 +101,7 @@ damaged = partial(format_damaged, where=" in the record")
 
 def canonical(fields: Mapping[str, Any]) -> bytes:
     """Returns the canonical JSON of fields."""
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return to_json(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def sealed(name: str, body: bytes) -> bytes:

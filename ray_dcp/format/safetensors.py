@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format import damaged
 from ray_dcp.format.names import is_unicode
@@ -138,7 +139,7 @@ def header(
                 key=name,
             )
         fields[name] = {"dtype": code, "shape": list(size), "data_offsets": [begin, end]}
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text = to_json(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedValueError(

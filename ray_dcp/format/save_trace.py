@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import DamagedCheckpointError
 
 PHASES = ("capture", "plan", "stage", "write")
@@ -281,10 +282,10 @@ def encode_trace(trace: SaveTrace) -> bytes:
     for name, value in told.items():
         if name in ("spans", "phases", "stragglers"):
             rows = [list(asdict(row).values()) for row in value]
-            lines = ",\n  ".join(json.dumps(row) for row in rows)
+            lines = ",\n  ".join(to_json(row) for row in rows)
             parts.append(f'"{name}": [\n  {lines}\n ]' if rows else f'"{name}": []')
         else:
-            parts.append(f'"{name}": {json.dumps(value)}')
+            parts.append(f'"{name}": {to_json(value)}')
     body = ("{" + ",\n ".join(parts)).encode()
     return body + _ENDING % digest_bytes(body).hex().encode()
 

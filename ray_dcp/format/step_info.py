@@ -16,12 +16,14 @@ The attempt binds a metric to what was evaluated: a step that is saved again has
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from ray_dcp.core.json_text import NOT_FINITE
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
 from ray_dcp.format.manifest import (
     attempt,
@@ -49,7 +51,7 @@ class StepInfo:
     """Seconds since 1970 by the clock of rank 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's metadata: values that JSON can represent."""
+    """The user's metadata: values that JSON can represent; NaN and infinities too."""
     items: Mapping[str, str] = field(default_factory=dict)
     """Folder of each named item, below the step's; empty for a step with one unnamed state."""
     order_s: float | None = None
@@ -115,7 +117,8 @@ def check_metadata(metadata: object) -> dict[str, Any]:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"it is a {type(metadata).__name__}")
         found = json.loads(canonical(dict(metadata)))
-        if found != metadata:
+        _restore(found, _not_finite_in(metadata))
+        if not _equal(found, metadata):
             raise TypeError(f"it would be read back as {short(found)}")
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
@@ -126,6 +129,57 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
+def _not_finite_in(value: object, path: tuple[str | int, ...] = ()) -> Iterator[list[str | int]]:
+    """Yields the path of each NaN and infinity, which JSON holds as texts.
+
+    Raises:
+        TypeError: A key above one of them is no text.
+
+    Examples:
+        >>> list(_not_finite_in({"best": {"loss": [0.5, math.inf]}}))
+        [['best', 'loss', 1]]
+    """
+    match value:
+        case float() if not math.isfinite(value):
+            yield [*path]
+        case Mapping():
+            for key, one in value.items():
+                for found in _not_finite_in(one, (*path, key)):
+                    if not isinstance(key, str):
+                        raise TypeError(f"a key is {short(key)}")
+                    yield found
+        case list() | tuple():
+            for number, one in enumerate(value):
+                yield from _not_finite_in(one, (*path, number))
+
+
+def _restore(metadata: Any, paths: Iterable[Sequence[str | int]]) -> None:
+    """Replaces the texts at `paths` by the numbers that they stand for.
+
+    Raises:
+        LookupError: There is nothing, or no such text, at a path.
+        TypeError: As `LookupError`.
+        ValueError: A path is empty.
+    """
+    for path in paths:
+        *above, last = path
+        owner = metadata
+        for key in above:
+            owner = owner[key]
+        owner[last] = NOT_FINITE[owner[last]]
+
+
+def _equal(found: object, metadata: object) -> bool:
+    """Returns whether two values are equal, where NaN equals NaN."""
+    if isinstance(found, dict) and isinstance(metadata, Mapping):
+        return found.keys() == metadata.keys() and all(
+            _equal(one, metadata[key]) for key, one in found.items()
+        )
+    if isinstance(found, list) and isinstance(metadata, list):
+        return len(found) == len(metadata) and all(map(_equal, found, metadata))
+    return bool(found == metadata or (found != found and metadata != metadata))
+
+
 def encode_info(info: StepInfo) -> bytes:
     """Returns the bytes of an info; equal infos have equal bytes.
 
@@ -134,12 +188,7 @@ def encode_info(info: StepInfo) -> bytes:
         >>> decode_info(encode_info(info)) == info
         True
     """
-    return sealed("info", canonical({"version": _VERSION, **_told(info)}))
-
-
-def _told(info: StepInfo) -> dict[str, Any]:
-    """Returns the fields of an info; `order_s` only where clocks do not tell the order."""
-    return {name: value for name, value in asdict(info).items() if value is not None}
+    return sealed("info", canonical({"version": _VERSION, **_fields(info)}))
 
 
 def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
@@ -161,7 +210,7 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
 
 def encode_catalogue(rows: Sequence[CatalogueRow]) -> bytes:
     """Returns the bytes of a catalogue."""
-    infos = [None if row.info is None else _told(row.info) for row in rows]
+    infos = [None if row.info is None else _fields(row.info) for row in rows]
     told = [
         [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
         for row, info in zip(rows, infos, strict=True)
@@ -195,15 +244,27 @@ def decode_catalogue(data: bytes) -> list[CatalogueRow]:
         raise damaged("rows of a catalogue", str(error)) from error
 
 
+def _fields(info: StepInfo) -> dict[str, Any]:
+    """Returns the fields of an info; `order_s` only where clocks do not tell the order."""
+    paths = list(_not_finite_in(info.metadata))
+    told = {name: value for name, value in asdict(info).items() if value is not None}
+    return {**told, **({"not_finite": paths} if paths else {})}
+
+
 def _info_of(found: Mapping[str, Any]) -> StepInfo:
-    has_order = "order_s" in found
-    if found.get("version") != _VERSION or len(found) != 6 + has_order:
+    paths, has_order = found.get("not_finite", []), "order_s" in found
+    if found.get("version") != _VERSION or len(found) != 6 + has_order + ("not_finite" in found):
         raise damaged(f"an info of version {_VERSION}", short(found.get("version")))
     metrics, metadata, items = (_mapping(found, n) for n in ("metrics", "metadata", "items"))
     for name, value in metrics.items():
+        value = metrics[name] = NOT_FINITE.get(value, value) if isinstance(value, str) else value
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or (isinstance(value, int) and abs(value) > sys.float_info.max):
             raise damaged(f"a number as metric {short(name)}", short(value))
+    try:
+        _restore(metadata, paths)
+    except (LookupError, TypeError, ValueError) as error:
+        raise damaged("NaN or an infinity in the metadata", short(paths)) from error
     for folder in items.values():
         # Why: the folder becomes part of a path, which must not lead out of the step's folder.
         if not isinstance(folder, str) or _FOLDER.fullmatch(folder) is None:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
+from ray_dcp.core.json_text import to_json
 from ray_dcp.core.processes import pid_namespace, start_thread
 from ray_dcp.store.storage import Storage, read_if_there
 
@@ -47,7 +48,7 @@ class LeaseHolder:
 
     def encode(self, beat: int = 0, **more: float) -> bytes:
         """Returns the stored form, with additional numbers."""
-        return json.dumps({**asdict(self), "beat": beat, **more}, sort_keys=True).encode()
+        return to_json({**asdict(self), "beat": beat, **more}, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> LeaseHolder | None:

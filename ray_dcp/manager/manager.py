@@ -408,8 +408,8 @@ class CheckpointManager:
 
         Raises:
             InvalidRequestError: The step is committed already, or not newer than the newest one; a
-                metric by which steps are kept is missing or NaN; metadata or tags are invalid; the
-                manager is closed or read-only.
+                metric by which steps are kept is missing; metadata or tags are invalid; the manager
+                is closed or read-only.
             CheckpointExistsError: Another process writes to this root.
             CheckpointError: As `ray_dcp.save`; earlier steps are unchanged.
         """

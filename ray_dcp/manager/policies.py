@@ -593,8 +593,8 @@ class LatestN(_RetentionPolicy):
 class BestN(_RetentionPolicy):
     """Keeps the `n` steps with the best values of a metric; of equal values, the newer steps.
 
-    Steps without the metric are not kept by this policy. A manager with this policy requires the
-    metric at every save; `metrics={"loss": None}` states that a step has none.
+    Steps without the metric, or with NaN, are not kept by this policy. A manager with this policy
+    requires the metric at every save; `metrics={"loss": None}` states that a step has none.
 
     Raises:
         InvalidRequestError: `n` is not a positive integer, or the mode is invalid.
@@ -819,7 +819,8 @@ def check_metrics(
 
     Raises:
         InvalidRequestError: `metrics` is no mapping; a metric is not a number; or one that the
-            policy ranks by is missing or NaN.
+            policy ranks by is missing. NaN ranks below every number: a training that diverged goes
+            on saving.
 
     Examples:
         >>> check_metrics({"loss": 1}, BestN(2, "loss"))
@@ -852,13 +853,9 @@ def check_metrics(
         except OverflowError as error:
             raise beyond_floats(name) from error
     for ranking in (one for one in rankings(policy) if not one.later):
-        value = found.get(ranking.metric)
-        if value is None and ranking.metric in (metrics or {}):
-            continue
-        if value is None or math.isnan(value):
+        if ranking.metric not in (metrics or {}):
             raise InvalidRequestError(
-                f"{ranking!r} ranks by {ranking.metric!r}, which is "
-                f"{'missing' if value is None else 'NaN'} (there are: "
+                f"{ranking!r} ranks by {ranking.metric!r}, which is missing (there are: "
                 f"{', '.join(sorted(found)) or 'none'}). Give "
                 f"save(..., metrics={{{ranking.metric!r}: value}}), or use a retention without it",
                 key=ranking.metric,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from ray_dcp.cli.main import COMMANDS, EXAMPLES, main
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.save_trace import RankTimes, Span, encode_trace, make_trace, trace_key
 from ray_dcp.format.step_info import StepInfo, encode_info, info_key
-from ray_dcp.manager import Item
+from ray_dcp.manager import Item, LatestN
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.verify import VerifyInterrupted
@@ -330,10 +332,43 @@ def printed(*arguments: object, exit_code: int = 0) -> Any:
     assert (found.exit_code, found.stderr) == (exit_code, ""), (words, found.output)
     kind = "error" if exit_code == 2 else words[0]
     texts = found.stdout.splitlines() if words[0] == "watch" else [found.stdout]
-    for value in map(json.loads, texts):
+    for value in [json.loads(text, parse_constant=pytest.fail) for text in texts]:
         # Why not `jsonschema.validate`: it checks the schema itself each time.
         FORMS({"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{kind}"}).validate(value)
     return json.loads(texts[-1])
+
+
+def test_numbers_that_json_lacks_are_printed_as_texts(tmp_path: Path):
+    run = tmp_path / "run"
+    with ray_dcp.CheckpointManager(run, 1, retention=LatestN(9)) as manager:
+        for step, loss in ((1, math.nan), (2, math.inf), (3, -math.inf), (4, 0.5)):
+            metadata = {"losses": [loss, 1]}
+            state = {"w": torch.full((2,), step - 1.0)}
+            manager.save(step, state, metrics={"loss": loss}, metadata=metadata)
+    texts = ["NaN", "Infinity", "-Infinity", 0.5]
+    for command in (["ls", run], ["watch", run, "--looks", 1]):
+        found = CliRunner().invoke(main, [*map(str, command), "--json"])
+        lines = found.stdout.splitlines() if command[0] == "watch" else [found.stdout]
+        told = [json.loads(text, parse_constant=pytest.fail) for text in lines]
+        rows = sorted(told if command[0] == "watch" else told[0], key=itemgetter("step"))
+        assert [row["metrics"]["loss"] for row in rows] == texts
+        assert [row["metadata"]["losses"] for row in rows] == [[text, 1] for text in texts]
+    assert (
+        printed("diff", f"{run}@1", f"{run}@2", "--values", exit_code=0)["tensors"][0]["values"][
+            "relative"
+        ]
+        == "Infinity"
+    )
+    # In files too; a reader has the numbers back.
+    for file in run.rglob("*.json"):
+        json.loads(file.read_text(), parse_constant=pytest.fail)
+    steps = {step.step: step for step in ray_dcp.open_run(run)}
+    assert math.isnan(steps[1].metrics["loss"])
+    assert math.isnan(steps[1].metadata["losses"][0])
+    for step, loss in ((2, math.inf), (3, -math.inf), (4, 0.5)):
+        assert (steps[step].metrics, steps[step].metadata) == (
+            {"loss": loss}, {"losses": [loss, 1]},
+        )  # fmt: skip
 
 
 def test_each_command_prints_what_the_schema_says(tmp_path: Path):
@@ -358,7 +393,7 @@ def test_each_command_prints_what_the_schema_says(tmp_path: Path):
     assert (
         {str(words[0]) for words in todo} | RUN_ELSEWHERE
         == set(COMMANDS)
-        == set(SCHEMA["$defs"]) - {"error"}
+        == set(SCHEMA["$defs"]) - {"error", "float"}
     )
     for words in todo:
         printed(*words)
