@@ -30,6 +30,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Why: `ray.init()` joins the cluster that RAY_ADDRESS names, or the newest whose address lies in
 # this directory. Tests join none that they did not start; its sockets need a short path.
 os.environ.pop("RAY_ADDRESS", None)
+# Why: what commands print is compared.
+for name in ("NO_COLOR", "FORCE_COLOR"):
+    os.environ.pop(name, None)
 DIRECTORY = tempfile.mkdtemp(prefix="rt", dir="/tmp")
 os.environ["RAY_TMPDIR"] = DIRECTORY
 

@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
@@ -107,6 +107,25 @@ class Failure(click.ClickException):
             click.echo(f"Error: {self.message}", err=True)
 
 
+def colors_wanted(environment: Mapping[str, str]) -> bool | None:
+    """Returns whether output has colours; None for those of a terminal alone.
+
+    `NO_COLOR` and `FORCE_COLOR` count if they are not empty (no-color.org, force-color.org); the
+    first one wins.
+
+    Examples:
+        >>> colors_wanted({"NO_COLOR": "1"}), colors_wanted({"NO_COLOR": "", "FORCE_COLOR": "1"})
+        (False, True)
+        >>> colors_wanted({"TERM": "dumb"}), colors_wanted({"TERM": "xterm"})
+        (False, None)
+    """
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR"):
+        return True
+    return False if environment.get("TERM") == "dumb" else None
+
+
 class LazyGroup(click.Group):
     """A command group that imports the module of a command when the command is called.
 
@@ -177,6 +196,7 @@ class LazyGroup(click.Group):
         """Records the common options first, so that errors in parsing respect them."""
         given = args[: args.index("--")] if "--" in args else args
         ctx.meta.update({key: True for name, (key, _) in OPTIONS.items() if name in given})
+        ctx.color = colors_wanted(os.environ) if ctx.color is None else ctx.color
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

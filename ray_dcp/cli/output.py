@@ -106,7 +106,7 @@ def table(
         style: Returns the style of a cell on a terminal, by column and text.
     """
     cells = [{column: str(cell) for column, cell in row.items()} for row in rows]
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() or _has_colors():
         cells = [{column: printable(text) for column, text in row.items()} for row in cells]
     columns = [column for column in cells[0] if any(row[column] for row in cells)] if cells else []
     width = {column: max(len(column), *(len(row[column]) for row in cells)) for column in columns}
@@ -198,7 +198,7 @@ def _wrap(text: str, most: int) -> list[str]:
 def styled(text: str, style: str) -> str:
     """Returns text with a style: a colour, `dim`, `bold`, or "" for none.
 
-    click removes styles if the output is not a terminal.
+    click removes styles if the output is not a terminal, unless `colors_wanted` says otherwise.
     """
     if style in ("dim", "bold"):
         return click.style(text, **{style: True})
@@ -225,6 +225,12 @@ def printed(meter: Meter, *lines: str) -> None:
         with meter.hidden():
             click.echo("\n".join(lines))
             sys.stdout.flush()
+
+
+def _has_colors() -> bool:
+    """Returns whether styles are printed where the output is no terminal."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.color is True
 
 
 def _is_asked() -> bool:

@@ -147,6 +147,8 @@ def kept(place: AnyPlace) -> Iterator[None]:
 
     Callers must check inside of the block that the step still exists.
 
+    Prints a warning to standard error, once a run, if the step may be deleted nevertheless.
+
     Args:
         place: Location of the step. Without a `CheckpointManager` in its run, there is no lease.
     """
@@ -155,14 +157,19 @@ def kept(place: AnyPlace) -> Iterator[None]:
     # Why the check: a bucket, or a folder at the root of a disk, is not in a run.
     step = step_of(name) if url and not url.endswith("/") else None
     with ExitStack() as stack:
-        # Suppressed: with read-only access there is no lease, but the step can be read.
+        # Suppressed: without a lease the step can be read, too.
         with suppress(StorageError):
             run = replace(target, url=url)
             if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
                 from ray_dcp.manager.catalogue import Root
                 from ray_dcp.manager.leases import ReaderLease
 
-                stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
+                lease = stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
+                context = click.get_current_context(silent=True)
+                told = context.meta.setdefault("ray_dcp.unsure", set()) if context else set()
+                if lease.unsure and lease.unsure not in told:
+                    told.add(lease.unsure)
+                    click.echo(f"warning: {lease.unsure}", err=True)
         yield
 
 

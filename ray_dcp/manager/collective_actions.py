@@ -741,10 +741,10 @@ class CollectiveActions:
                 leases.enter_context(lease)
                 if left.is_set():
                     leases.close()
-                if lease.unsure:
+                if lease.is_held and lease.unsure:
                     logger.warning("%s", lease.unsure)
             except StorageError as error:
-                # Why not raised: a process with read-only access can load, without protection.
+                # Why not raised: what can be read is loaded.
                 logger.info("Step %d is read without a lease: %s", first.step, error)
                 return found
             # Why again: the step may have been deleted before the lease was written.

@@ -111,7 +111,8 @@ def follow(
     """Yields each committed step of a run once, and waits for new ones.
 
     Any process may follow a run, beside its job or after it. While the body of the loop runs, the
-    step is not deleted by a `CheckpointManager` or `ray-dcp rm`.
+    step is not deleted by a `CheckpointManager` or `ray-dcp rm`; a process that may only read the
+    run is warned that it has no such protection.
 
     Args:
         run: Path or URL of a run: a directory of folders whose names end in the number of a step.
@@ -127,7 +128,7 @@ def follow(
 
     Raises:
         InvalidRequestError: An argument has a wrong value.
-        StorageError: The storage can't be read, or the lease could not be written.
+        StorageError: The storage can't be read, or failed to write the lease.
 
     Examples:
         >>> import ray_dcp, torch

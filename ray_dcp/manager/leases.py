@@ -24,7 +24,12 @@ from dataclasses import replace
 from functools import partial
 
 from ray_dcp.core.processes import OwnProcess
-from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InvalidRequestError,
+    StorageRefusedError,
+)
 from ray_dcp.format.names import READING
 from ray_dcp.io.lease_holders import (
     BEATS,
@@ -266,7 +271,8 @@ being removed, and this process would protect its step as long as it lives."""
 class ReaderLease:
     """A context manager that protects a step from deletion.
 
-    The caller checks that the step exists *after* entering it.
+    The caller checks that the step exists *after* entering it. Where this process may not write, as
+    on a read-only mount, the step is read without protection.
 
     Args:
         root: The root.
@@ -277,10 +283,12 @@ class ReaderLease:
 
     Attributes:
         unsure: Why the step may be deleted nevertheless; empty if it can't be.
+        is_held: Whether the lease was written, and the announced deletions of the step aborted.
 
     Raises:
-        StorageError: On entry: the lease could not be written, or an announced deletion of the step
-            could not be aborted.
+        LimitError: On entry: no thread can be started to renew the lease.
+        StorageError: On entry: the storage failed to write the lease, or to abort an announced
+            deletion of the step.
     """
 
     def __init__(
@@ -298,6 +306,7 @@ class ReaderLease:
         self._process = OwnProcess()
         self._stop: Callable[[], None] = lambda: None
         self.unsure = ""
+        self.is_held = False
 
     @property
     def _key(self) -> str:
@@ -312,6 +321,16 @@ class ReaderLease:
             self.unsure = self._root.fence(reason, self._step)
             if storage.traits.shared:
                 self._stop = renewed(self._beat, self._lease_s / BEATS)
+            self.is_held = True
+        except StorageRefusedError as error:
+            # Why not raised: who has read access alone reads, too.
+            logger.info("Step %d is read without a lease: %s", self._step, error)
+            # Why without the step: a warning of the same text is shown once.
+            self.unsure = (
+                f"what is read of {self._root.url} is not protected from deletion, as no reader "
+                f"lease could be taken: this process may not write there. A job that writes the "
+                f"run may remove the step meanwhile"
+            )
         except BaseException:
             self.__exit__()
             raise

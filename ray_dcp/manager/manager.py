@@ -285,8 +285,8 @@ class CheckpointManager:
     def reading(self, step: int) -> Iterator[str]:
         """Returns a context manager that protects a step from deletion by any process.
 
-        It warns if a deletion that was announced before may still happen, which is possible only on
-        a storage without conditional creation.
+        It warns if the step may be deleted nevertheless: this process may only read the run, or the
+        storage has no conditional creation and a deletion was announced before.
 
         Args:
             step: The step.
@@ -297,7 +297,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: The step is not committed, or is being deleted.
             InvalidRequestError: The step is no integer from 0.
-            StorageError: The lease could not be written.
+            StorageError: The storage failed to write the lease.
         """
         step = self._number(step)
         with ReaderLease(self._root, step, lease_s=self._settings.lease_s) as lease:

@@ -26,7 +26,7 @@ from fsspec.registry import available_protocols
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
-from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url, url_below
 from ray_dcp.store.remote import Retrying, creates_if_absent_in, redacted
@@ -285,7 +285,9 @@ class FsspecStorage:
             failure.message += f" ({redacted(str(exc), self._options)}){notes}"
             return failure
         told = redacted(f"{type(exc).__name__}: {exc}", self._options)
-        return StorageError(f"could not {doing} {where}: {told}{notes}", key=key or None)
+        refusals = PermissionError | NotImplementedError
+        cls = StorageRefusedError if isinstance(exc, refusals) else StorageError
+        return cls(f"could not {doing} {where}: {told}{notes}", key=key or None)
 
     def _url_of(self, key: str) -> str:
         return url_below(self._url, key) if key else self._url

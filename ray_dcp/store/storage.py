@@ -23,7 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from ray_dcp.core.processes import ProcessLock
-from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    StorageError,
+    StorageRefusedError,
+)
 
 BytesLike = bytes | bytearray | memoryview
 """Types that can be written."""
@@ -366,6 +371,7 @@ _WAY_OUT = {
     errno.ESTALE: "the network filesystem lost this file: check its server, then retry",
     errno.EFBIG: "lower `part_bytes`: the filesystem can't hold a file of this size",
 }
+_NOT_PERMITTED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def is_full(error: CheckpointError | str) -> bool:
@@ -494,7 +500,7 @@ def os_failure(exc: OSError, doing: str, key: str, path: str) -> StorageError:
 
     Returns:
         `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the name of the errno, its
-        text, the path and a remedy.
+        text, the path and a remedy; a `StorageRefusedError` if permission is lacking.
     """
     if exc.errno == errno.ENOENT:
         return KeyMissingError(f"could not {doing} {path}: there is no such file", key=key)
@@ -503,7 +509,8 @@ def os_failure(exc: OSError, doing: str, key: str, path: str) -> StorageError:
     name = errno.errorcode.get(exc.errno or 0, type(exc).__name__)
     text = os.strerror(exc.errno) if exc.errno else str(exc)
     way_out = _WAY_OUT.get(exc.errno or 0)
-    return StorageError(
+    cls = StorageRefusedError if exc.errno in _NOT_PERMITTED else StorageError
+    return cls(
         f"could not {doing} {path}: [{name}] {text}" + (f"; {way_out}" if way_out else ""), key=key
     )
 

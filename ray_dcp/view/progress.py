@@ -505,6 +505,6 @@ def _display_here(*, ends: bool) -> Show | None:
     if stream is None:
         return None
     with suppress(OSError, ValueError):
-        if stream.isatty():
+        if stream.isatty() and os.environ.get("TERM") != "dumb":
             return _Terminal(stream, ends=ends)
     return _Lines(stream, ends=ends)

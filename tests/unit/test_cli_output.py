@@ -203,6 +203,29 @@ def test_a_table_on_a_terminal_has_colours_and_no_control_characters_of_names(
     assert row == "a\ufffd[2Jb  \x1b[31mdamaged\x1b[0m  1 KiB"
 
 
+@pytest.mark.parametrize(
+    ("environment", "on_terminal", "elsewhere"),
+    [
+        ({"NO_COLOR": ""}, True, False), ({"NO_COLOR": "0", "FORCE_COLOR": "1"}, False, False),
+        ({"TERM": "dumb"}, False, False), ({"TERM": "dumb", "FORCE_COLOR": "3"}, True, True),
+    ],
+)  # fmt: skip
+def test_the_environment_decides_about_colours(
+    saved_checkpoint: Path, environment: dict[str, str], on_terminal: bool, elsewhere: bool
+):
+    environment = {"TERM": "xterm", "COLUMNS": "80", **environment}
+    command = ["ls", str(saved_checkpoint)]
+    found = CliRunner(env=environment).invoke(main, command)
+    assert ("\x1b[" in found.stdout) is elsewhere
+    controller, terminal = os.openpty()
+    with open(controller, "rb", buffering=0) as screen, open(terminal, "wb") as stdout:
+        words = [sys.executable, "-m", "ray_dcp", *command]
+        subprocess.run(words, stdout=stdout, check=True, env={**os.environ, **environment})
+        shown = screen.read(1 << 16)
+    assert (b"\x1b[" in shown) is on_terminal
+    assert b"committed" in shown
+
+
 def test_show_filters_by_pattern_and_tells_of_what_is_not_there(saved_checkpoint: Path):
     def lines(*more: str) -> list[str]:
         found = CliRunner(env={"COLUMNS": None}).invoke(

@@ -11,7 +11,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -69,6 +70,7 @@ from ray_dcp.store.storage import os_failure
 from tests.support import checkpoints
 from tests.support.checkpoints import flip
 from tests.support.manager_places import root_of
+from tests.support.privileges import without_root
 from tests.support.storages import Call, CrashError, Fault, Script, interpose
 from tests.support.threads import DeadRankError, run_as_ranks
 
@@ -558,6 +560,81 @@ def test_a_training_that_diverged_goes_on_saving_and_keeps_its_best_step(tmp_pat
         assert manager.best_step("loss") == 1
         loss = manager.step_info(4).metrics["loss"]
         assert math.isnan(loss)
+
+
+@contextmanager
+def may_only_read(run: Path) -> Iterator[Any]:
+    """Yields a directory in which this process may create nothing, although root owns it."""
+    folders = [run, *(path for path in run.rglob("*") if path.is_dir())]
+    with without_root():
+        for folder in folders:
+            folder.chmod(0o555)
+        try:
+            yield run
+        finally:
+            for folder in folders:
+                folder.chmod(0o755)
+
+
+class _ReadOnly(MemoryFileSystem):
+    """What other programs hold in memory; of this process's own, nothing can be written."""
+
+    cachable = False
+
+    def _refuse(self, *arguments: Any, **more: Any) -> Any:
+        raise PermissionError("the bucket is somebody else's")
+
+    mkdir = makedirs = rm = rm_file = pipe_file = put_file = touch = mv = cp_file = _refuse
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        return super()._open(path, mode, **more) if mode == "rb" else self._refuse()
+
+
+@contextmanager
+def behind_a_filesystem(run: Path) -> Iterator[Any]:
+    place = f"/{run.parent.name}/run"
+    MemoryFileSystem().put(str(run), place, recursive=True)
+    yield ray_dcp.Location(place, filesystem=_ReadOnly())
+    MemoryFileSystem().rm(place, recursive=True)
+
+
+@pytest.mark.parametrize("opened", [may_only_read, behind_a_filesystem])
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_may_only_read_a_run_reads_it_and_is_warned(
+    tmp_path: Path, opened: Any, ends: bool
+) -> None:
+    writer = manager_of(tmp_path / "run")
+    for step in (1, 2):
+        writer.save(step, state(step), metrics={"loss": 1.0}, force=True)
+    if ends:
+        writer.close()
+    before = sorted(tmp_path.rglob("*"))
+    with opened(tmp_path / "run") as run:
+        with pytest.warns(UserWarning, match="not protected from deletion") as warned:
+            steps = [one.view["w"][...].tolist() for one in ray_dcp.follow(run, timeout_s=0.01)]
+        assert steps == [state(step)["w"].tolist() for step in (1, 2)]
+        # Nothing that only who writes can do.
+        assert "mounted writable" not in str(warned[0].message)
+        assert len({str(one.message) for one in warned}) == 1
+        manager = manager_of(run, read_only=True)
+        with pytest.warns(UserWarning, match="may not write there"), manager.reading(2) as place:
+            assert place.endswith("step-00000002")
+        with pytest.warns(UserWarning, match="may remove the step meanwhile"):
+            assert [*manager.follow(timeout_s=0.01)] == [2]
+        target = state(0)
+        assert manager.restore("auto", target).step == 2
+        assert torch.equal(target["w"], state(2)["w"])
+        assert [one.step for one in ray_dcp.open_run(run)] == [1, 2]
+        target = state(0)
+        ray_dcp.load_newest(target, run)
+        assert torch.equal(target["w"], state(2)["w"])
+        if isinstance(run, Path):
+            copied = CliRunner().invoke(main, ["cp", str(run), str(tmp_path / "copy")])
+            assert copied.exit_code == 0, copied.output
+            assert copied.stderr.count("is not protected from deletion") == 1
+            shutil.rmtree(tmp_path / "copy")
+    assert sorted(tmp_path.rglob("*")) == before
+    writer.close()
 
 
 def test_a_retention_policy_that_raises_removes_nothing_and_fails_no_save(

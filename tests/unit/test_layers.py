@@ -17,7 +17,7 @@ import pytest
 
 import ray_dcp
 from tests.conftest import LONGEST
-from tests.support import newest_torch
+from tests.support import cli_story, newest_torch
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "ray_dcp"
@@ -79,6 +79,7 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "averaging"}
 ENVIRONMENT_READERS = {
     "store.object_stores": "keys and an endpoint that obstore takes from there, the clouds' files",
     "runtime.session": "RAY_ADDRESS",
+    "view.progress": "TERM, as a bar needs a terminal that erases lines",
     "runtime.worker_group": "the interface that gloo uses, which it sets",
 }
 
@@ -339,12 +340,18 @@ def test_a_process_alone_loads_no_ray_and_asks_torch_for_nothing_deprecated(tmp_
 def test_the_commands_load_neither_ray_nor_torch_nor_pandas(saved_checkpoint: Path, tmp_path: Path):
     """All in one process: what one loads the next would find."""
     path, run = str(saved_checkpoint), str(saved_checkpoint.parent)
+    managed = str(tmp_path / "managed")  # has leases, tags and recorded metrics
+    cli_story.make_ours(managed)
+    ray_dcp.record_metrics(managed, 200, {"accuracy": 0.5})
     commands = [
         ["ls", path], ["show", path], ["verify", path], ["diff", path, path],
         ["reshard", path, "--to", "4"], ["du", run], ["doctor", run], ["timeline", path],
         ["watch", run, "--looks", "1"], ["cp", path, str(tmp_path / "copy")],
         ["tag", f"{run}@10"], ["gc", run, "--dry-run"], ["rm", str(tmp_path / "copy"), "--yes"],
         ["export", path, str(tmp_path / "w.pt"), "--format", "torch", "--dry-run"],
+        ["cp", f"{managed}@100", str(tmp_path / "step")], ["cp", managed, str(tmp_path / "run")],
+        ["average", managed, "--last", "2", "-o", str(tmp_path / "mean"), "--dry-run"],
+        ["rm", f"{managed}@100", "--yes", "--force"], ["report", managed, str(tmp_path / "r.html")],
     ]  # fmt: skip
     program = (
         "import json, sys\nfrom ray_dcp.cli.main import main\n"
