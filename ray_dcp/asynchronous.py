@@ -188,6 +188,10 @@ class SaveReport:
     plan: str | None = None
     """Origin of the plan: `"cold"` if it was made for this save, `"warm"` if an earlier save of
     this job made it. None before planning, and where a plug-in plans."""
+    differing: tuple[str, ...] = ()
+    """Names whose values differ between the ranks that hold them: the lowest rank's are saved, and
+    those of all others are lost. Of more than 1000 the first. Equal on all ranks; see
+    `SaveOptions.replicas`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each phase that has ended: `capture`, `plan` (until all ranks had joined and the
     plan was made), `stage` (the copy), `write` and `commit`. Where a stager writes, `write` lasts
@@ -218,6 +222,7 @@ class SaveReport:
             f"rank {self.rank}",
             *(one for one in (self.path, self.staging) if one),
             *([f"{self.plan} plan"] if self.plan else []),
+            *([f"{len(self.differing)} differing"] if self.differing else []),
             *(f"{size_text(count)} {one}" for one, count in moved if count),
             f"stall {seconds_text(self.stall_s)}",
         ]
@@ -655,6 +660,7 @@ class _Save:
             rank=self._session.rank,
             attempt=progress.attempt,
             plan=progress.plan,
+            differing=progress.differing,
             seconds=dict(progress.seconds),
             bytes_staged=progress.bytes.get("stage", 0),
             bytes_written=progress.bytes.get("write", 0),
@@ -811,7 +817,7 @@ class _NativeSave(_Save):
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
                     events.warn(warning, stacklevel=2)
             self._route.committed(outcome.attempt)
-            return CommittedMetadata.of(target, outcome)
+            return CommittedMetadata.of(target, replace(outcome, differing=go.differing))
 
         return stage
 

@@ -168,7 +168,9 @@ class SaveOptions:
     `CheckpointExistsError`, like DCP's `FileSystemWriter(overwrite=False)`."""
     replicas: Literal["warn", "check"] = "warn"
     """What to do when ranks hold different values of an item that should be equal. `warn`: save
-    the lowest rank's value and warn. `check`: fail the save with `PlanConflictError`."""
+    the lowest rank's value, which a load gives to all ranks, and warn of what is lost, whose names
+    `SaveReport.differing` has too. `check`: fail the save with `PlanConflictError`. What each
+    rank has of its own goes into a `PerRank`."""
     dedup_save_to_lowest_rank: bool = False
     """Let the lowest rank that holds a replicated item write all of it, instead of dividing its
     bytes among the holders. Same as the argument of DCP's `DefaultSavePlanner`."""

@@ -222,8 +222,9 @@ class Planned:
     parts: Sequence[RankPlan]
     """Parts, indexed by rank."""
     warnings: tuple[str, ...] = ()
-    disagreements: str = ""
-    """Description of what `SaveOptions(replicas="check")` refuses; empty if all ranks agree."""
+    disagreements: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """What `SaveOptions(replicas="check")` refuses: as `GlobalPlan.disagreements`, of this save,
+    while those of `plan` are of the save that it was made for."""
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ class SaveGo:
     a rank must not abort the attempt by itself."""
     part: RankPlan | None = None
     """The rank's part of the plan; None if it is the one that the rank knows."""
+    differing: tuple[str, ...] = ()
+    """Names of which this save keeps one rank's value only; of more than 1000 the first."""
     groups: tuple[Int32Array, ...] = ()
     """`ray_dcp.planning.merge.groups_of` this rank; empty if the rank knows them."""
 
@@ -239,6 +241,8 @@ class SaveOutcome:
     """The committed manifest, as on storage; empty if it is too long to send, in which case ranks
     read it from storage."""
     warnings: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    """As `SaveGo.differing`; a rank adds it to the reply."""
 
 
 @dataclass(frozen=True)

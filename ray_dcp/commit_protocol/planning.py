@@ -75,6 +75,7 @@ def planned_chunks(planned: Planned) -> int:
 
 
 MOST_NAMED = 20
+MOST_LISTED = 1000
 
 MANY_UNKNOWN = 64
 """If more fingerprints than this are unknown, only a few ranks are asked at first, some of each
@@ -196,7 +197,15 @@ class Planning:
         """
         plan = planned.plan
         origin: PlanOrigin = "cold" if self._pinned is None else "warm"
-        go = SaveGo(attempt, epoch, plan.digest, planned.warnings, origin, create_if_absent)
+        go = SaveGo(
+            attempt,
+            epoch,
+            plan.digest,
+            planned.warnings,
+            origin,
+            create_if_absent,
+            differing=tuple(fqn for fqn, _ in planned.disagreements[:MOST_LISTED]),
+        )
         if self._joins[rank].known == plan.digest:
             return go
         return replace(go, part=planned.parts[rank], groups=groups_of(plan.groups, rank))
@@ -222,7 +231,15 @@ def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
         for join in joins
     ]
     found = find_disagreements(plan.groups, digests)
-    return None if found is None else replace(planned, disagreements=differences(found))
+    return None if found is None else replace(planned, disagreements=found)
+
+
+WAYS_OUT = (
+    "Wrap what each rank has of its own, as the place in the data or a random state, in "
+    "ray_dcp.PerRank; give modules that differ, as experts, names by their global number; or make "
+    "the ranks agree"
+)
+"""What to do about values that differ."""
 
 
 def differences(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:

@@ -99,7 +99,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
 )
 from ray_dcp.commit_protocol.operation import Commands, Operation
-from ray_dcp.commit_protocol.planning import PlanCache, Planning
+from ray_dcp.commit_protocol.planning import WAYS_OUT, PlanCache, Planning, differences
 from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
     CheckpointError,
@@ -491,13 +491,16 @@ class SaveMachine(Operation):
         if planned.disagreements and self.options.replicas == "check":
             return self._fail(
                 PlanConflictError(
-                    f"{planned.disagreements}. Make the ranks agree, or save with "
+                    f"{differences(planned.disagreements)}. {WAYS_OUT}; or save with "
                     f"SaveOptions(replicas='warn') to take the lowest rank's value",
                     checkpoint_id=self._target.url,
                 )
             )
         if planned.disagreements:
-            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
+            self._warnings.append(
+                f"{differences(planned.disagreements)}. The lowest rank's are saved, and a load "
+                f"gives them to all ranks: what the others hold is lost. {WAYS_OUT}"
+            )
         self._attempt = self._new_attempt()
         if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
             # Why possible: the creator of attempt ids may publish them before the save is planned.

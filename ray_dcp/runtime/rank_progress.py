@@ -62,6 +62,7 @@ class RankProgress(PhaseClock):
         self.abandoned: CheckpointError | None = None
         self.attempt: str | None = None
         self.plan: str | None = None
+        self.differing: tuple[str, ...] = ()
         self.memory_bytes = 0
         self.reused_bytes: dict[str, int] = {}
         self._first_seq: int | None = None

@@ -249,7 +249,7 @@ class RankSave:
         receipt = self.write(go, captured.source, captured.deferred)
         outcome = yield from self.outcome(go, receipt)
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
-        return replace(outcome, warnings=tuple(warnings))
+        return replace(outcome, warnings=tuple(warnings), differing=go.differing)
 
     def join(
         self, capture: Callable[[], Captured]
@@ -299,6 +299,7 @@ class RankSave:
             if not isinstance(reply, SaveGo) or captured is None:
                 raise reply_error(reply, rank)
             progress.attempt, progress.plan = reply.attempt, reply.origin
+            progress.differing = reply.differing
             if reply.part is None and known is not None and reply.digest == known.digest:
                 reply = replace(reply, part=known.plan)
         if reply.groups:

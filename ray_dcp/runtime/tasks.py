@@ -54,7 +54,6 @@ from ray_dcp.commit_protocol.messages import (
     Target,
     join_receipts,
 )
-from ray_dcp.commit_protocol.planning import differences
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.columns import decode, for_rank, without_rank
 from ray_dcp.core.processes import at_once, collector_paused, run_tasks
@@ -132,7 +131,7 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         nodes=task.nodes,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=differences(plan.disagreements))
+    return Planned(plan, parts, disagreements=plan.disagreements)
 
 
 def _decode_known_items(task: MakePlan) -> dict[int, Columns]:

@@ -134,10 +134,12 @@ class CommittedMetadata(Metadata):
     Attributes:
         attempt: The attempt that was committed; "" if unknown.
         slot: The slot of its manifest; 0 if unknown.
+        differing: Names whose values differ between the ranks; see `SaveReport.differing`.
     """
 
     attempt: str = ""
     slot: int = 0
+    differing: tuple[str, ...] = ()
 
     @property
     def created_s(self) -> float | None:
@@ -169,6 +171,7 @@ class CommittedMetadata(Metadata):
 
         self = cls.__new__(cls)
         self.attempt, self.slot = outcome.attempt, outcome.slot
+        self.differing = outcome.differing
         self.__dict__.update(_manifest=outcome.manifest, _load=load, _lock=threading.Lock())
         return self
 

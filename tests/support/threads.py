@@ -44,6 +44,7 @@ class RankThread:
 
     node = ""
     skipped_calls = 0
+    stages_itself = True
 
     def __init__(self, shared, rank, world_size, dies=lambda *_: False):
         self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
@@ -378,6 +379,39 @@ def test_mappings_without_values_come_back_where_a_checkpoint_is_read_whole(
     ray_dcp.write_metadata(tmp_path / "c")
     assert ("extra" in reader.read_metadata().state_dict_metadata) == (flags == FLAGS[2])
     assert ray_dcp.verify(tmp_path / "c").ok
+
+
+def test_what_ranks_lose_is_named_with_the_ways_out_whenever_other_names_differ(tmp_path: Path):
+    """In the warning of rank 0, and for all ranks in what a save returns."""
+
+    def work(rank: int) -> list[tuple[str, ...]]:
+        differing = []
+        for step in range(5):
+            state = {"seed": rank + step, "w": torch.ones(2), "place": rank if step > 2 else 0}
+            if step % 2:
+                handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / str(step))
+                handle.result(60)
+                differing.append(handle.report().differing)
+            else:
+                saved = ray_dcp.save(state, checkpoint_id=tmp_path / str(step))
+                differing.append(saved.differing)
+        return differing
+
+    with catch_warnings(record=True) as told:
+        simplefilter("default")
+        found = run_as_ranks(work, 2)
+    assert found == [[("seed",)] * 3 + [("seed", "place")] * 2] * 2
+    first, second = dict.fromkeys(str(one.message) for one in told)
+    assert "'seed' on rank 1. The lowest rank's are saved" in first
+    assert "'seed' on rank 1, 'place' on rank 1" in second
+    for way in ("is lost", "ray_dcp.PerRank", "by their global number"):
+        assert way in first
+    check = ray_dcp.SaveOptions(replicas="check")
+    for error in run_as_ranks(
+        lambda rank: ray_dcp.save({"seed": rank}, checkpoint_id=tmp_path / "c", options=check), 2
+    ):
+        assert isinstance(error, errors.PlanConflictError)
+        assert "ray_dcp.PerRank" in str(error)
 
 
 @pytest.mark.parametrize("gatherer", [0, 1])
