@@ -35,7 +35,7 @@ from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter.devices import content_digest
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, listed, stored_names
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken, lost_state
 from ray_dcp.torch_adapter.shards import Layouts, Sharded, is_sharded, sharded
 from ray_dcp.torch_adapter.sink import (
     AsStored,
@@ -534,11 +534,12 @@ def plan_targets(
         flat, tied = _without_tied(_select_wanted(flat, prefixes), index)
         own = OwnValues(flat, index, rank, world_size)
         missing, unexpected = _compare_keys(own, index, table.names, options)
-        refused = must_be_taken(state_dict, unexpected, strict=options.strict)
+        lost = plain_state_lost(state_dict, values, unexpected, table.names, index)
+        refused = [*must_be_taken(state_dict, unexpected, strict=options.strict), *lost]
         if world_size == 1 and refused:
             likely = () if loaded is None else loaded.left
-            told = [*refused, *(name for name in index if name in likely)]
-            check_all_taken(told, strict=options.strict)
+            told = dict.fromkeys([*refused, *(name for name in index if name in likely)])
+            check_all_taken([*told], strict=options.strict, lost_state=lost)
         placing.fill(own.rest, index)
         placing.take_tied(tied)
         placing.check()
@@ -560,10 +561,10 @@ def plan_targets(
         left = set() if loaded is None else loaded.check_groups()
         if left:
             names = [table.names[number] for name, number in index.items() if name in left]
-            lost = must_be_taken(state_dict, names, strict=options.strict)
+            needed = must_be_taken(state_dict, names, strict=options.strict)
             if world_size == 1:
-                check_all_taken(lost, strict=options.strict)
-            targets.leave(left, names, lost)
+                check_all_taken(needed, strict=options.strict)
+            targets.leave(left, names, needed)
 
     with collector_paused():
         first = None
@@ -585,12 +586,36 @@ def plan_targets(
             missing=missing,
             unexpected=unexpected,
             refused=None if world_size == 1 else refused,
+            lost_state=lost,
             cast=tuple(placing.cast),
             late_cast=late,
             resized=tuple(placing.resized),
             whole=() if loaded is None else loaded.whole,
         )
     return targets
+
+
+def plain_state_lost(
+    state_dict: Mapping[str, Any],
+    values: Mapping[str, Any],
+    unexpected: Collection[str],
+    stored: Sequence[str],
+    index: Mapping[str, int],
+) -> list[str]:
+    """Returns names of stored state that plain state dicts of optimizers have no place for.
+
+    Args:
+        state_dict: The user's argument of `load`.
+        values: The state to load into, by the same keys.
+        unexpected: Names of the checkpoint that are not requested.
+        stored: Names of the checkpoint.
+        index: Names that can be requested, with their numbers in the checkpoint.
+    """
+    adapted = (torch.nn.Module, torch.optim.Optimizer)
+    plain = {k: v for k, v in values.items() if not isinstance(state_dict.get(k), adapted)}
+    left = {*unexpected}
+    asked = {name: stored[number] for name, number in index.items() if stored[number] in left}
+    return [asked[name] for name in lost_state(plain, asked)]
 
 
 def _select_wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:

@@ -17,6 +17,7 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
+    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
@@ -33,10 +34,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
+from ray_dcp import events
 from ray_dcp.core.columns import identified
 from ray_dcp.core.values import ChunkTable, Columns, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
-from ray_dcp.torch_adapter.flatten import below, flatten, listed, set_by_path
+from ray_dcp.torch_adapter.flatten import MAX_DEPTH, below, flatten, listed, set_by_path
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
 from ray_dcp.torch_adapter.priming import primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.sink import target_problem
@@ -235,19 +237,23 @@ def with_group_identities(columns: Columns, identities: Mapping[str, Sequence[st
     return replace(columns, names=tuple(names), paths=tuple(paths))
 
 
-def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
+def check_all_taken(
+    left: Sequence[str], *, strict: bool | None, lost_state: Collection[str] = ()
+) -> None:
     """Raises if a part of the checkpoint that must be loaded would be lost.
 
     Args:
         left: Names that must be loaded, but that no rank loads.
-        strict: See `LoadOptions.strict`.
+        strict: See `LoadOptions.strict`. False: warns only.
+        lost_state: Those that `lost_state` returned.
 
     Raises:
         StateDictError: There are such names.
     """
     if not left:
         return
-    told = listed([*map(repr, left)])
+    of_state = [name for name in left if name in lost_state]
+    told = listed([*map(repr, of_state or left)])
     message = (
         f"the checkpoint holds state of a module or optimizer that the one to load into does not "
         f"have: {told}. Make it as it was saved: a module with the same layers, an optimizer over "
@@ -259,7 +265,85 @@ def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
             f"LoadOptions(strict=True), but the checkpoint holds {len(left)} key(s) that the state "
             f"dict does not ask for: {told}"
         )
-    raise StateDictError(message, key=left[0])
+    elif of_state:
+        message = (
+            f"the checkpoint holds state of an optimizer whose state dict has no place for it, as "
+            f"that of an optimizer that has not stepped: {told}. Load into the optimizer itself, "
+            f"{{'optim': optimizer}} and not {{'optim': optimizer.state_dict()}}; or call "
+            f"ray_dcp.xla.prime_optimizer(optimizer) first, which creates its state without a step"
+        )
+        if strict is None:
+            message += "; or leave this state out with LoadOptions(strict=False)"
+    if strict is False:
+        events.warn(f"Not loaded: {message}", stacklevel=2)
+        return
+    raise StateDictError(message, key=(of_state or left)[0])
+
+
+def lost_state(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Returns the names of stored state that would be lost to optimizers.
+
+    `Optimizer.state_dict()` has state only of parameters that have stepped, so that a load into
+    that of a new optimizer would leave all moments out without a word.
+
+    Args:
+        values: The state dict to load into. At any depth it may have the state dicts of
+            optimizers, mappings with `state` and `param_groups`.
+        names: Names of the checkpoint that it does not request.
+
+    Examples:
+        >>> new = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        >>> lost_state({"o": new, "lr": {"step": 3}}, ["o.state.0.exp_avg", "lr.last"])
+        ['o.state.0.exp_avg']
+    """
+    found = [*_plain_optimizers(values, "", 0)]
+    lost = []
+    for name in names if found else ():
+        for key, state, params in found:
+            start = f"{key}.state."
+            if name.startswith(start) and _has_place(name[len(start) :], state, params):
+                lost.append(name)
+                break
+    return lost
+
+
+_Plain = tuple[str, Mapping[Any, Any], Collection[Any]]
+"""Name of an optimizer's state dict, its state, and the parameters that its groups list."""
+
+
+def _plain_optimizers(values: Any, prefix: str, depth: int) -> Iterator[_Plain]:
+    """Yields the optimizers' state dicts among plain values."""
+    if not isinstance(values, Mapping | list) or depth > MAX_DEPTH:
+        return
+    groups = values.get("param_groups") if isinstance(values, Mapping) else None
+    state = values.get("state") if isinstance(values, Mapping) else None
+    if isinstance(groups, list) and groups and isinstance(state, Mapping):
+        lists = [g.get("params") if isinstance(g, Mapping) else None for g in groups]
+        if all(isinstance(some, list) for some in lists):
+            yield prefix.removesuffix("."), state, {entry for some in lists for entry in some or ()}
+            return
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        yield from _plain_optimizers(value, f"{prefix}{key}.", depth + 1)
+
+
+def _has_place(rest: str, state: Mapping[Any, Any], params: Collection[Any]) -> bool:
+    """Returns whether stored state belongs to an optimizer's state dict.
+
+    Why not always: a state dict may be that of an optimizer over some of the parameters.
+
+    Args:
+        rest: Name of the state below `state`.
+        state: What the state dict has of it.
+        params: Parameters of its groups: names or numbers.
+    """
+    if not state:
+        return True
+    known = set(map(str, params))
+    stops = [place for place, letter in enumerate(rest) if letter == "."]
+    if any(rest[:stop] in known for stop in (*stops, len(rest))):
+        return True
+    is_numbered = not any(isinstance(entry, str) for entry in params)
+    return is_numbered and not rest.partition(".")[0].isdecimal()
 
 
 class _Named:

@@ -56,7 +56,7 @@ from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduc
 from ray_dcp.torch_adapter.devices import bytes_digest, content_digest
 from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.foreign import refuse_misread, set_up_save_planner
-from ray_dcp.torch_adapter.load_plan import cast_problem
+from ray_dcp.torch_adapter.load_plan import cast_problem, plain_state_lost
 from ray_dcp.torch_adapter.objects import (
     dump_object,
     is_simple,
@@ -64,7 +64,12 @@ from ray_dcp.torch_adapter.objects import (
     simple_digest,
     tensors_within,
 )
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, with_group_identities
+from ray_dcp.torch_adapter.optimizer_state import (
+    Cast,
+    Stored,
+    check_all_taken,
+    with_group_identities,
+)
 from ray_dcp.torch_adapter.shards import why_part
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink, increment_version, target_problem
 from ray_dcp.torch_adapter.state import (
@@ -638,7 +643,18 @@ def targets_with_planner(
             late.extend(loaded.casts)
 
     check_groups = loaded.check_groups if loaded is not None and decisive else None
-    return reads.targets(metadata, put_back, late, check_groups)
+    targets = reads.targets(metadata, put_back, late, check_groups)
+    if isinstance(planner, DefaultLoadPlanner):
+        values = state_dict if loaded is None else loaded.values
+        names = table.names
+        index = {name: number for number, name in enumerate(names)}
+        lost = plain_state_lost(state_dict, values, targets.unexpected, names, index)
+        strict = False if planner.allow_partial_load else options.strict
+        if group.world_size == 1:
+            check_all_taken(lost, strict=strict, lost_state=lost)
+        elif lost and strict is not False:
+            targets.refuse(lost)
+    return targets
 
 
 class _Number(int):

@@ -87,6 +87,8 @@ class Targets:
         cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
         resized: `(FQN, stored shape, target shape)` of targets whose shapes differ.
         refused: The part of `unexpected` that some rank has to load; None if no other rank may.
+        lost_state: The part of `refused` that is state without a place in a plain state dict of an
+            optimizer.
         whole: Top-level keys whose state the load replaces completely.
     """
 
@@ -108,6 +110,7 @@ class Targets:
         cast: tuple[Cast, ...] = (),
         resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
         refused: Sequence[str] | None = None,
+        lost_state: Collection[str] = (),
         whole: Sequence[str] = (),
     ) -> None:
         self._table = table
@@ -127,7 +130,7 @@ class Targets:
         self._late_cast = late_cast
         self.loaded, self.missing, self.unexpected = loaded, missing, unexpected
         self.cast, self.resized = cast, resized
-        self._refused, self.whole = refused, whole
+        self._refused, self._lost_state, self.whole = refused, lost_state, whole
 
     def all_casts(self) -> tuple[Cast, ...]:
         """Returns all casts, once the state is loaded."""
@@ -159,6 +162,10 @@ class Targets:
         if self.decisive is not None:
             self.decisive.check_coverage(plan_reads(self._table, self.decisive.wanted))
 
+    def refuse(self, lost_state: Collection[str]) -> None:
+        """Registers state without a place in an optimizer's state dict, if no rank has one."""
+        self._refused = self._lost_state = tuple(lost_state)
+
     def leave(self, names: Collection[str], stored: Sequence[str], refused: Sequence[str]) -> None:
         """Registers what turned out to belong to nothing in the state dict.
 
@@ -187,7 +194,11 @@ class Targets:
         Raises:
             StateDictError: There is such a part.
         """
-        check_all_taken(untaken.refused_of(self._table.names), strict=self._options.strict)
+        check_all_taken(
+            untaken.refused_of(self._table.names),
+            strict=self._options.strict,
+            lost_state=self._lost_state,
+        )
 
     # --- items of torch.save ---------------------------------------------------------------------
 

@@ -1233,3 +1233,110 @@ def test_as_many_state_dicts_are_made_whatever_a_rank_lacks(tmp_path: Path):
     for number, other in enumerate(others):
         load(other, tmp_path / str(number))
     assert others[0]["o"].num_calls == others[1]["o"].num_calls
+
+
+# State dicts of optimizers as plain values
+
+
+NESTED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "in a mapping": lambda form: {"top": {"o": form}},
+    "in a list": lambda form: {"os": [form, {"x": 1}]},
+}
+"""Where the state dict of an optimizer may be."""
+
+
+def form_of(state: State, where: str) -> dict[str, Any]:
+    if where == "named":
+        return get_state_dict(state["m"], state["o"])[1]
+    return state["o"].state_dict()
+
+
+@pytest.mark.parametrize("where", ["fresh", "named", "partly", *NESTED])
+@pytest.mark.parametrize("planner", [None, OwnLookup])
+def test_a_state_dict_without_place_for_the_stored_state_is_refused_with_the_ways(
+    where: str, planner: Any, tmp_path: Path
+):
+    """A user writes `optimizer.state_dict()`, which has no state before the first step."""
+    nest = NESTED.get(where, lambda form: {"o": form})
+    state, other = made(adamw), made(adamw, 2)
+    step(state)
+    save(nest(form_of(state, where)), tmp_path / "c")
+    form = form_of(other, where)
+    form["state"] = {0: form_of(state, where)["state"][0]} if where == "partly" else {}
+    target, before = nest(form), shown(form)
+
+    def load_it(**options: Any) -> ray_dcp.LoadReport:
+        how = {"planner": planner()} if planner else {"options": ray_dcp.LoadOptions(**options)}
+        return ray_dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True, **how)
+
+    with pytest.raises(StateDictError, match=r"\{'optim': optimizer\}.*prime_optimizer") as caught:
+        load_it()
+    assert ".state." in str(caught.value)
+    assert shown(form) == before
+    if planner is None:
+        with pytest.warns(UserWarning, match=r"Not loaded: .*prime_optimizer"):
+            report = load_it(strict=False)
+        assert any("exp_avg" in name for name in report.unexpected)
+
+
+def test_a_primed_optimizers_state_dict_is_loaded_and_goes_on(tmp_path: Path):
+    state, other = made(adamw), made(adamw, 2)
+    step(state)
+    save({"m": state["m"], "o": state["o"].state_dict()}, tmp_path / "c")
+    target = {"m": other["m"], "o": prime_optimizer(other["o"]).state_dict()}
+    load(target, tmp_path / "c")
+    other["o"].load_state_dict(target["o"])
+    for one in (state, other):
+        step(one)
+    assert held(other) == held(state)
+
+
+@pytest.mark.filterwarnings("error")
+def test_state_dicts_that_are_shorter_for_a_reason_are_loaded(tmp_path: Path):
+    """Those of schedulers and scalers, SGD, some of the parameters; and parts of optimizers."""
+    state, other = made(adamw), made(adamw, 2)
+    step(state)
+    scheduler = torch.optim.lr_scheduler.StepLR(state["o"], 1)
+    sgd = torch.optim.SGD(state["m"].parameters())
+    saved = {
+        "o": state["o"].state_dict(), "scheduler": scheduler.state_dict(), "sgd": sgd.state_dict(),
+        "scaler": {"scale": 2.0, "state": {"growth": 1}},
+    }  # fmt: skip
+    save(saved, tmp_path / "c")
+    head = torch.optim.AdamW([*other["m"].parameters()][:1])
+    for parameter in head.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    head.step()
+    for target in (
+        {"o": head.state_dict()},
+        {"o": {"param_groups": state["o"].state_dict()["param_groups"]}},
+        {"scheduler": {"last_epoch": 0}, "scaler": {"scale": 1.0}},
+        {"sgd": torch.optim.SGD(other["m"].parameters()).state_dict()},
+    ):
+        load(target, tmp_path / "c")
+
+
+def test_state_that_another_rank_has_a_place_for_is_not_lost(tmp_path: Path):
+    """Ranks give state dicts by the names of their own parameters."""
+
+    def form(rank: int, *, is_trained: bool) -> dict[str, Any]:
+        state = stages(rank)
+        if is_trained:
+            train_stage(state)
+        return {"o": {"state": get_state_dict(state["m"], state["o"])[1]["state"],
+                      "param_groups": [{"lr": 1, "params": ["all"]}]}}  # fmt: skip
+
+    on_ranks(lambda rank: ray_dcp.save(form(rank, is_trained=True), checkpoint_id=tmp_path / "c"))
+
+    def load_stage(rank: int, *, is_empty: bool) -> dict[str, Any]:
+        target = form(rank, is_trained=False)
+        if rank and is_empty:
+            target["o"]["state"] = {}
+        ray_dcp.load(target, checkpoint_id=tmp_path / "c")
+        return target["o"]["state"]
+
+    found = on_ranks(lambda rank: load_stage(rank, is_empty=False))
+    expected = [form(rank, is_trained=True)["o"]["state"] for rank in (0, 1)]
+    assert [shown(one) for one in found] == [shown(one) for one in expected]
+    for error in run_as_ranks(lambda rank: load_stage(rank, is_empty=True), 2):
+        assert isinstance(error, StateDictError)
