@@ -6,6 +6,7 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 
+import ray_dcp
 from ray_dcp.integrations.lightning import RayDcpCheckpointIO
 
 
@@ -22,6 +23,17 @@ class Regression(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def newest(run: Path) -> Path | None:
+    """The newest epoch that is committed, or a file that Lightning saved itself."""
+    try:  # A save that was cut off leaves a folder without a checkpoint.
+        steps = ray_dcp.open_run(run).steps
+    except ray_dcp.CheckpointNotFoundError:
+        steps = ()
+    committed = {step.name for step in steps if step.state == "committed"}
+    found = [one for one in run.glob("epoch=*.ckpt") if one.is_file() or one.name in committed]
+    return max(found, key=lambda path: int(path.stem[6:]), default=None)
 
 
 def fit(run: Path, epochs: int, *, in_background: bool = True) -> Regression:
@@ -42,9 +54,7 @@ def fit(run: Path, epochs: int, *, in_background: bool = True) -> Regression:
         enable_model_summary=False,
     )
     model = Regression()
-    found = sorted(run.glob("epoch=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
-    newest = found[-1] if found else None
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=newest)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=newest(run))
     return model
 
 

@@ -1,14 +1,21 @@
 """`RayDcpCheckpointIO`: checkpoints of PyTorch Lightning. Requires `ray-dcp[lightning]`.
 
-Lightning passes one nested checkpoint on rank 0. Its tensors are saved as tensors, and the
-structure around them as one object: any structure is restored unchanged, and loads with
-`weights_only` rules.
+Lightning passes one nested checkpoint on rank 0. It is saved as the state dict that it is, so that
+its values have the names that Lightning gives them:
+
+    state_dict.layers.0.weight, optimizer_states.0.state.0.exp_avg, loops.fit_loop.…, epoch
+
+What has no such names is saved as one object, in a tuple, because DCP keeps tuples whole: mappings
+of another kind or with keys that are neither texts nor numbers, mappings whose names would clash,
+and values of other classes. One more object, `structure`, has their places. Everything is restored
+unchanged, and loads with `weights_only` rules.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,25 +24,34 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.conversion import read_state_dict
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.loading import load
+from ray_dcp.format.names import is_unicode
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.root_writer import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import save
-from ray_dcp.torch_adapter.tensors import dtype_of
+from ray_dcp.torch_adapter.flatten import LARGEST_KEY
 from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.wording import few
 
 STRUCTURE = "structure"
+"""Name of the object that tells a checkpoint of this plug-in from others."""
+_NAMED = "named"
+"""First part of that object. Those of the first form have the structure itself instead."""
+_WHOLE = "checkpoint"
+"""Name of a checkpoint that is saved as one object."""
 _TENSOR = "__ray_dcp_tensor__"
+"""Key of a placeholder in the first form: tensors were named by numbers."""
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class RayDcpCheckpointIO(CheckpointIO):
     """Saves and loads the checkpoints of a Lightning `Trainer`: `Trainer(plugins=[this])`.
 
-    Each checkpoint is a directory. It appears atomically, its bytes are verified by a load, and a
+    Each checkpoint is a directory, whose values have the names that Lightning gives them, such as
+    `state_dict.layers.0.weight`. It appears atomically, its bytes are verified by a load, and a
     save to the same path keeps it until the new checkpoint is committed. It supports strategies
     that pass the whole checkpoint to rank 0 (single device, DDP). Files that Lightning itself saved
     are loaded and removed too.
@@ -79,9 +95,7 @@ class RayDcpCheckpointIO(CheckpointIO):
                 "RayDcpCheckpointIO takes no storage_options; mount the storage as a directory",
                 key="storage_options",
             )
-        tensors: dict[str, Any] = {}
-        # Why a tuple: DCP flattens dicts and lists, and keeps a tuple as one object.
-        state = {STRUCTURE: (_without_tensors(checkpoint, tensors),), "tensors": tensors}
+        state = _state_of(checkpoint)
         if not self._in_background:
             save(state, checkpoint_id=path, no_dist=True, options=self._save_options)
             return
@@ -126,14 +140,13 @@ class RayDcpCheckpointIO(CheckpointIO):
                 f"{few(list(view.names))}; ray_dcp.load loads it",
                 checkpoint_id=view.url,
             )
-        prefix = "tensors."
-        tensors = {
-            name[len(prefix) :]: torch.empty(info.shape, dtype=dtype_of(info.dtype))
-            for name, info in view.tensors.items()
-        }
-        state: dict[str, Any] = {STRUCTURE: None, "tensors": tensors}
-        load(state, checkpoint_id=path, no_dist=True, options=options)
-        found: dict[str, Any] = _with_tensors(state[STRUCTURE][0], state["tensors"], map_location)
+        state = read_state_dict(path, options=options)
+        structure = state.pop(STRUCTURE)
+        if len(structure) == 1:
+            checkpoint = _with_tensors(structure[0], state.get("tensors", {}))
+        else:
+            checkpoint = _restored(state, structure[1])
+        found: dict[str, Any] = _placed(checkpoint, map_location)
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -170,27 +183,101 @@ class RayDcpCheckpointIO(CheckpointIO):
                 raise error
 
 
-def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:
-    """Returns a structure with placeholders for its tensors, which are added to `tensors`."""
+_Path = tuple[str | int, ...]
+
+
+def _state_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint as a state dict whose names are those of the checkpoint."""
+    wholes: list[_Path] = []
+    state = _nameable((), checkpoint, wholes)
+    if isinstance(state, tuple) or STRUCTURE in state:
+        wholes, state = [()], {_WHOLE: (_on_cpu(checkpoint),)}
+    return {**state, STRUCTURE: (_NAMED, wholes)}
+
+
+def _nameable(path: _Path, value: Any, wholes: list[_Path]) -> Any:
+    """Returns a value of a state dict; adds the paths of values that are saved as one object."""
     if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach()
-        return {_TENSOR: name}
+        return value.detach()
+    before = len(wholes)
+    # Why a plain dict: Lightning's dict classes could not be loaded without executing code.
+    if isinstance(value, dict) and all(map(_is_nameable, value)):
+        found = {key: _nameable((*path, key), one, wholes) for key, one in value.items()}
+        names = Counter(_names(found))
+        if not names or max(names.values()) == 1:
+            return found
+    elif type(value) is list:
+        return [_nameable((*path, n), one, wholes) for n, one in enumerate(value)]
+    elif isinstance(value, _PLAIN):
+        return value
+    elif type(value) is tuple:
+        return _on_cpu(value)
+    del wholes[before:]
+    wholes.append(path)
+    return (_on_cpu(value),)
+
+
+def _is_nameable(key: object) -> bool:
+    """Returns whether a key of a mapping comes back from a checkpoint as it is."""
+    if isinstance(key, str):
+        return type(key) is str and is_unicode(key)
+    return type(key) is int and abs(key) < LARGEST_KEY
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Yields the names that DCP gives to the values of a mapping, and some more."""
+    items = enumerate(value) if isinstance(value, list) else value.items()
+    for key, one in items:
+        yield str(key)
+        if isinstance(one, (dict, list)):
+            yield from (f"{key}.{name}" for name in _names(one))
+
+
+def _on_cpu(value: Any) -> Any:
+    """Returns what is pickled as one object: its tensors must not depend on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
     if isinstance(value, dict):
-        # Why a plain dict: Lightning's dict classes could not be loaded without executing code.
-        return {key: _without_tensors(one, tensors) for key, one in value.items()}
+        return {key: _on_cpu(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_without_tensors(one, tensors) for one in value)
+        return type(value)(map(_on_cpu, value))
     return value
 
 
-def _with_tensors(value: Any, tensors: dict[str, Any], map_location: Any) -> Any:
+def _restored(state: dict[Any, Any], wholes: list[_Path]) -> Any:
+    """Returns the checkpoint of a state dict that `_state_of` returned."""
+    if () in wholes:
+        return state[_WHOLE][0]
+    for *way, last in wholes:
+        here: Any = state
+        try:
+            for key in way:
+                here = here[key]
+            here[last] = here[last][0]
+        except LookupError:
+            continue  # Another program, as `ray-dcp average`, left it out.
+    return state
+
+
+def _with_tensors(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Returns the checkpoint of the first form: its structure, and tensors by number."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
-            return _map_location(tensors[value[_TENSOR]], map_location)
-        return {key: _with_tensors(one, tensors, map_location) for key, one in value.items()}
+            return tensors[value[_TENSOR]]
+        return {key: _with_tensors(one, tensors) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(one, tensors, map_location) for one in value)
+        return type(value)(_with_tensors(one, tensors) for one in value)
+    return value
+
+
+def _placed(value: Any, map_location: Any) -> Any:
+    """Returns a checkpoint whose tensors are on the chosen devices."""
+    if isinstance(value, torch.Tensor):
+        return _map_location(value, map_location)
+    if isinstance(value, dict):
+        return {key: _placed(one, map_location) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_placed(one, map_location) for one in value)
     return value
 
 

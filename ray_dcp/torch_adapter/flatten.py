@@ -44,7 +44,7 @@ _PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
 MOST_LISTED = 8
 """Most items that a message lists."""
 
-_LARGEST_KEY = 1 << 60
+LARGEST_KEY = 1 << 60
 """Mapping keys from this number on are treated as texts."""
 
 _VALUE, _MAPPING, _LIST, _TENSOR = range(4)
@@ -249,7 +249,7 @@ class _Walker:
 
 
 def _text(key: Any) -> str:
-    return IntKey(key) if type(key) is int and abs(key) < _LARGEST_KEY else str(key)
+    return IntKey(key) if type(key) is int and abs(key) < LARGEST_KEY else str(key)
 
 
 def _classify(cls: type) -> int:

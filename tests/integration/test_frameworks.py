@@ -46,10 +46,14 @@ def test_lightning_trains_saves_removes_and_goes_on_as_if_it_had_not_stopped(tmp
     whole = fit(tmp_path / "whole", 4)
     fit(tmp_path / "run", 3)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt"]
+    cut_off = tmp_path / "run" / "epoch=9.ckpt"  # before its commit
+    cut_off.mkdir()
+    (cut_off / "__0_0.0123456789abcdef.distcp").touch()
     resumed = fit(tmp_path / "run", 4)
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "epoch=2.ckpt", "epoch=3.ckpt", "epoch=9.ckpt"]  # fmt: skip
 
 
 def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(tmp_path):

@@ -1,0 +1,172 @@
+"""Checkpoints of PyTorch Lightning: their names, any structure, and a run that was killed."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from safetensors.torch import load_file
+
+import ray_dcp
+from ray_dcp.integrations.lightning import RayDcpCheckpointIO
+from tests.support.programs import lightning_fit
+from tests.support.programs.forks import plain_environment
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Returns whether two checkpoints are equal, but for classes of mappings."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.equal(other)
+    if isinstance(one, dict):
+        same = isinstance(other, dict) and sorted(map(repr, one)) == sorted(map(repr, other))
+        return same and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        same = type(one) is type(other) and len(one) == len(other)
+        return same and all(map(alike, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_a_run_that_was_killed_goes_on_and_logs_what_it_would_have_logged(tmp_path):
+    """Every number of every step, with schedulers, early stopping, clipping and batch norm."""
+    whole, model = lightning_fit.fit(tmp_path / "whole", 9, tmp_path / "whole.log")
+    assert (whole.current_epoch, whole.early_stopping_callback.stopped_epoch) == (3, 2)
+    words = [str(tmp_path / "run"), "9", str(tmp_path / "killed.log"), "7"]
+    killed = subprocess.run(
+        [sys.executable, "-m", "tests.support.programs.lightning_fit", *words],
+        cwd=REPOSITORY,
+        env=plain_environment() | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert lightning_fit.newest(tmp_path / "run").name == "epoch=1.ckpt"
+    trainer, resumed = lightning_fit.fit(tmp_path / "run", 9, tmp_path / "resumed.log")
+
+    def lines(name: str) -> list[list[Any]]:
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    before = [line for line in lines("killed.log") if line[0] < 6]
+    assert before + lines("resumed.log") == lines("whole.log")
+    assert lines("killed.log") == lines("whole.log")[: len(lines("killed.log"))]
+    assert trainer.current_epoch == whole.current_epoch
+    stopping = [one.early_stopping_callback.state_dict() for one in (trainer, whole)]
+    scores = [one.checkpoint_callback.state_dict() for one in (trainer, whole)]
+    assert alike(*stopping)
+    for name in ("best_model_score", "current_score", "kth_value"):
+        assert alike(scores[0][name], scores[1][name])
+    assert alike(resumed.state_dict(), model.state_dict())
+    assert alike(resumed.seen, model.seen)
+
+
+def test_a_checkpoint_has_the_names_of_lightning_and_comes_back_as_torch_saves_it(tmp_path):
+    class Both(RayDcpCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            TorchCheckpointIO().save_checkpoint(checkpoint, tmp_path / Path(path).name)
+
+    _, model = lightning_fit.fit(tmp_path / "run", 2, tmp_path / "log", io=Both())
+    place = tmp_path / "run" / "epoch=1.ckpt"
+    stock = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)
+    assert alike(RayDcpCheckpointIO().load_checkpoint(place), stock)
+    view = ray_dcp.open_checkpoint(place)
+    weights = dict(model.state_dict())
+    assert {
+        *(f"state_dict.{name}" for name in weights), "epoch", "global_step",
+        "optimizer_states.0.state.0.exp_avg", "optimizer_states.0.param_groups.0.lr",
+        "lr_schedulers.0.last_epoch", "loops.fit_loop.epoch_progress.total.ready",
+        "callbacks.EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}.best_score",
+        "hyper_parameters.width", "seen.1",
+    } <= set(view.names)  # fmt: skip
+    assert not [name for name in view.names if name.startswith("tensors.")]
+    # What the names are good for: a part, a file of weights, a comparison, Lightning's own file.
+    part = {"state_dict": {name: torch.zeros_like(one) for name, one in weights.items()}}
+    ray_dcp.load(part, checkpoint_id=place, no_dist=True)
+    assert alike(part["state_dict"], weights)
+    file = tmp_path / "weights.safetensors"
+    ray_dcp.export(place, file, include=["state_dict.*"], strip_prefix="state_dict.")
+    assert alike(load_file(file), weights)
+    changed = view.diff(ray_dcp.open_checkpoint(tmp_path / "run" / "epoch=0.ckpt")).changed
+    assert {"state_dict.layers.0.weight", "optimizer_states.0.state.0.exp_avg"} <= set(changed)
+    ray_dcp.dcp_to_torch_save(place, tmp_path / "own.ckpt")
+    own = lightning_fit.Model.load_from_checkpoint(tmp_path / "own.ckpt", weights_only=False)
+    assert alike(dict(own.state_dict()), weights)
+    # A part of it is a checkpoint too.
+    sources, keys = [tmp_path / "run" / "epoch=0.ckpt", place], ["state_dict.*", "structure"]
+    ray_dcp.average(sources, tmp_path / "mean", keys=keys)
+    mean = RayDcpCheckpointIO().load_checkpoint(tmp_path / "mean")
+    assert mean.keys() == {"state_dict"}
+    assert mean["state_dict"].keys() == weights.keys()
+
+
+LEAVES = st.sampled_from(
+    [None, True, 3, 0.5, "text", torch.ones(2), torch.tensor(3), torch.zeros(0, 2), (), (1, "a"),
+     (torch.ones(1), {"a": [torch.zeros(2)]}), datetime.timedelta(1), torch.float16, {}, [],
+     OrderedDict(a=1), torch.nn.Parameter(torch.ones(1))]
+)  # fmt: skip
+KEYS = st.sampled_from(
+    ["a", "b.c", "b", "", ".", "0", "structure", "tensors", "state_dict", "checkpoint", 0, 1, -1,
+     2**61, True, None, 0.5, ("a", 1)]
+)  # fmt: skip
+CONTENTS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(KEYS, CONTENTS, max_size=4))
+def test_any_structure_comes_back(checkpoint):
+    io = RayDcpCheckpointIO()
+    with tempfile.TemporaryDirectory() as folder:
+        io.save_checkpoint(checkpoint, f"{folder}/c")
+        assert alike(io.load_checkpoint(f"{folder}/c", weights_only=False), checkpoint)
+
+
+def test_values_that_a_state_dict_would_treat_in_its_own_way_come_back_as_they_are(tmp_path):
+    module = torch.nn.Linear(2, 1)
+    given_ = {"module": module, "list": [{"m": module}], "view": types.SimpleNamespace(a=1)}
+    RayDcpCheckpointIO().save_checkpoint(given_, tmp_path / "c")
+    found = RayDcpCheckpointIO().load_checkpoint(tmp_path / "c", weights_only=False)
+    for one in (found["module"], found["list"][0]["m"]):
+        assert isinstance(one, torch.nn.Linear)
+        assert alike(dict(one.state_dict()), dict(module.state_dict()))
+    assert found["view"] == given_["view"]
+
+
+def test_a_checkpoint_whose_tensors_have_numbers_is_read(tmp_path):
+    """As `RayDcpCheckpointIO` wrote it before its values had names."""
+
+    def place(number: int) -> dict[str, str]:
+        return {"__ray_dcp_tensor__": str(number)}
+
+    structure = {"state_dict": {"a.b": place(0)}, "seen": (place(1), [{3: place(2)}]), "epoch": 3}
+    tensors = {str(number): torch.full((2, number), float(number)) for number in range(3)}
+    state = {"structure": (structure,), "tensors": tensors}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    wanted = {"state_dict": {"a.b": tensors["0"]}, "seen": (tensors["1"], [{3: tensors["2"]}])}
+    found = RayDcpCheckpointIO().load_checkpoint(tmp_path / "c")
+    assert alike(found, wanted | {"epoch": 3})
+    ray_dcp.save({"structure": ({"epoch": 1},), "tensors": {}}, checkpoint_id=tmp_path / "d")
+    assert RayDcpCheckpointIO().load_checkpoint(tmp_path / "d") == {"epoch": 1}
