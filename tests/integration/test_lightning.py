@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from safetensors.torch import load_file
@@ -135,7 +135,10 @@ CONTENTS = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
+@example({"a": {"b.c": torch.ones(2), "b": {"c": torch.zeros(2)}}, "a.d": [{0: 1, "0": 2}]})
+@example({"a": {"b": torch.ones(2)}, "a.b": 3, "structure": 1})
+@example({"a": [{"b": (torch.ones(2), {1: torch.ones(1)})}, {2**61: 1}, datetime.timedelta(1)]})
 @given(st.dictionaries(KEYS, CONTENTS, max_size=4))
 def test_any_structure_comes_back(checkpoint):
     io = RayDcpCheckpointIO()
