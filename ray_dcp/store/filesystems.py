@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import builtins
 import errno
+import hashlib
+import os
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,7 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import available_protocols
+from fsspec.registry import available_protocols, get_filesystem_class
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
@@ -503,6 +505,26 @@ class _ArrowFilesystem(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyp
         return {info.path: self._make_entry(info) for info in self.fs.get_file_info(chosen)}
 
 
+_ENVIRONMENTS: dict[str, bytes] = {}
+"""Digest of the environment when a filesystem of a protocol was made last."""
+
+
+def _forget_filesystems_of_another_environment(scheme: str) -> None:
+    """Makes fsspec create a filesystem anew if the environment is another one than before.
+
+    *Why*: fsspec keeps filesystems by their arguments alone, but many take credentials from the
+    environment when they are made. Which variables they read is not known.
+
+    Args:
+        scheme: Protocol of a URL; may be a chain, as `simplecache::ftp`.
+    """
+    seen = hashlib.blake2b(repr(sorted(os.environ.items())).encode(errors="surrogateescape"))
+    for protocol in scheme.split("::"):
+        if _ENVIRONMENTS.setdefault(protocol, seen.digest()) != seen.digest():
+            _ENVIRONMENTS[protocol] = seen.digest()
+            get_filesystem_class(protocol).clear_instance_cache()
+
+
 def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str]:
     """Returns the filesystem that fsspec creates for a URL or local path, and the path in it.
 
@@ -511,6 +533,7 @@ def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSys
     """
     scheme = split_url(url)[0]
     try:
+        _forget_filesystems_of_another_environment(scheme)
         filesystem, path = url_to_fs(url, **options)
         return filesystem, str(path)
     except ImportError as exc:

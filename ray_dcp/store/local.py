@@ -541,8 +541,9 @@ def is_network_disk(directory: str) -> bool:
 
 
 _LOCK = ProcessLock()
-_KNOWN: dict[int, bool] = {}
-"""Results of the trial, by device number."""
+_KNOWN: dict[tuple[int, str | None], bool] = {}
+"""Results of the trial, by device number and type of the filesystem. *Why* both: the number of a
+filesystem that was unmounted is given to another one."""
 
 
 def creates_if_absent(directory: str) -> bool:
@@ -560,14 +561,15 @@ def creates_if_absent(directory: str) -> bool:
             does not answer.
     """
     directory = first_existing_parent(directory)
-    device = os.stat(directory).st_dev
+    kind = mount_kind(directory)
+    filesystem = os.stat(directory).st_dev, kind
     with _LOCK:
-        if device not in _KNOWN:
-            _KNOWN[device] = _probe_links(directory)
-        return _KNOWN[device]
+        if filesystem not in _KNOWN:
+            _KNOWN[filesystem] = _probe_links(directory, kind)
+        return _KNOWN[filesystem]
 
 
-def _probe_links(directory: str) -> bool:
+def _probe_links(directory: str, kind: str | None) -> bool:
     token = secrets.token_hex(6)
     first, second, name = (
         os.path.join(directory, f"{TEMP_PREFIX}{token}-probe-{role}")
@@ -576,7 +578,7 @@ def _probe_links(directory: str) -> bool:
     try:
         for path in (first, second):
             os.close(os.open(path, _NEW, 0o600))
-        return creates_once(first, second, name) and not may_create_twice(mount_kind(directory))
+        return creates_once(first, second, name) and not may_create_twice(kind)
     finally:
         for path in (first, second, name):
             with suppress(OSError):

@@ -35,7 +35,9 @@ from ray_dcp.store.object_stores import (
     forget_store,
     make_store,
     name_of_store,
+    pickled,
     provider_of,
+    unpickled,
 )
 from ray_dcp.store.remote import Retrying, creates_if_absent_in
 from ray_dcp.store.storage import (
@@ -720,7 +722,7 @@ class ObjectStorage:
         return obstore
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (partial(ObjectStorage, options=self._options), (self._store, self._root))
+        return (partial(_unpickled, self._options), (pickled(self._store), self._root))
 
     @classmethod
     def at(cls, scheme: str, rest: str, options: dict[str, object]) -> ObjectStorage:
@@ -783,6 +785,10 @@ class ObjectStorage:
             return found
 
         return sorted(self._call("list", "", listed), key=lambda entry: entry.key)
+
+
+def _unpickled(options: ObjectOptions, store: Any, root: str) -> ObjectStorage:
+    return ObjectStorage(unpickled(store), root, options=options)
 
 
 def _check_whole(found: Any, stop: int) -> None:

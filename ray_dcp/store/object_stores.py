@@ -7,7 +7,8 @@ obstore reads keys among the options and in the environment, and asks the contai
 for others. `default_credentials` returns what it lacks, from where the tools of a cloud keep it, if
 the library of that cloud is installed:
 
-* AWS: profiles, SSO, assumed roles and processes of `~/.aws`, by botocore (of boto3).
+* AWS: profiles, SSO, assumed roles and processes of `~/.aws`, by botocore (of boto3). Region and
+  endpoint come from there, too, each on its own: keys of the environment do not replace them.
 * Google: default credentials that are not a service account or a user, by google-auth.
 * Azure: what `azure.identity.DefaultAzureCredential` finds, such as the login of `az`.
 
@@ -26,7 +27,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
-from functools import partial
+from functools import cache, partial
+from hashlib import blake2b
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -157,8 +159,8 @@ PROVIDERS = {
 """URL scheme -> provider, which is also the scheme of the URLs that ray_dcp writes."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _ENDPOINTS = (
-    "aws_endpoint_url_s3", "endpoint_url", "endpoint", "aws_endpoint_url", "aws_endpoint",
-    "base_url", "azure_endpoint", "azure_storage_endpoint",
+    "aws_endpoint_url_s3", "endpoint_url_s3", "endpoint_url", "endpoint", "aws_endpoint_url",
+    "aws_endpoint", "base_url", "azure_endpoint", "azure_storage_endpoint",
 )  # fmt: skip
 _REQUEST_TIMEOUT = timedelta(seconds=120)
 _CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -177,7 +179,8 @@ def make_store(
 ) -> tuple[Any, ObjectOptions]:
     """Returns a client for a bucket, and ray_dcp's own options.
 
-    Clients are cached with their connections; equal options give the same client.
+    Clients are cached with their connections. Equal options give the same client, as long as the
+    environment and the files that it was made from are as they were.
 
     Args:
         scheme: One of `PROVIDERS`.
@@ -193,8 +196,11 @@ def make_store(
         raise InvalidRequestError(
             f"expected {scheme}://bucket/path, but found no bucket in {scheme}://"
         )
-    # Why by repr: options need not be hashable. Never log this name: it contains credentials.
-    name = repr((scheme, bucket, sorted((key, repr(value)) for key, value in options.items())))
+    # Why by repr: options need not be hashable.
+    given = sorted((key, repr(value)) for key, value in options.items())
+    sources = (scheme, bucket, given, _environment(provider), _files(provider, options))
+    # Why a digest: what it is made of contains credentials.
+    name = blake2b(repr(sources).encode(errors="surrogateescape")).hexdigest()
     return _get_or_make(_STORES, name, lambda: _make(provider, bucket, options))
 
 
@@ -234,17 +240,35 @@ def client_of(store: Any, timeout_s: float) -> Client:
     def make() -> tuple[Any, Client]:
         calls = store
         if provider_of(store) is not None:
-            calls = type(store)(
-                prefix=store.prefix,
-                config=store.config,
-                client_options=store.client_options,
-                credential_provider=store.credential_provider,
-                retry_config={"max_retries": 0},
-            )
+            calls = type(store)(**{**_arguments(store), "retry_config": {"max_retries": 0}})
         # Why also the store: the cache key is its `id`, which may be reused after it is freed.
         return store, Client(calls, Retrying(timeout_s))
 
     return _get_or_make(_CLIENTS, (id(store), timeout_s), make)[1]
+
+
+_S3_ENDPOINT = "aws_endpoint_url_s3"
+
+
+def _arguments(store: Any) -> dict[str, Any]:
+    """Returns the arguments that make another client of a store."""
+    names = ("prefix", "config", "client_options", "credential_provider", "retry_config")
+    found = {name: getattr(store, name) for name in names}
+    # Why: obstore 0.12 refuses this name as it returns it.
+    shown = _S3_ENDPOINT.removeprefix("aws_")
+    renamed = {_S3_ENDPOINT if n == shown else n: value for n, value in store.config.items()}
+    return {**found, "config": renamed}
+
+
+def pickled(store: Any) -> Any:
+    """Returns what a store is pickled as; `unpickled` returns the store."""
+    is_refused = provider_of(store) == "s3" and _S3_ENDPOINT in _arguments(store)["config"]
+    return (type(store), _arguments(store)) if is_refused else store
+
+
+def unpickled(found: Any) -> Any:
+    """Returns the store that `pickled` was called with."""
+    return found[0](**found[1]) if isinstance(found, tuple) else found
 
 
 def forget_store(store: Any) -> None:
@@ -302,8 +326,14 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
             f"{provider}:// needs obstore, which is not installed: pip install 'ray-dcp[s3]'"
         ) from exc
     ours, config, more = split_options(provider, options)
+    if "@" in bucket and provider == "az":
+        bucket, _, account = bucket.partition("@")
+        config.setdefault("account_name", account.partition(".")[0])
+    profile = config.get("profile")
     credentials = more.get("credential_provider") or default_credentials(provider, config)
-    endpoint = _endpoint({**getattr(credentials, "config", {}), **config})
+    brought: Mapping[str, Any] = getattr(credentials, "config", None) or {}
+    config = _with_settings(provider, {**brought, **config}, profile)
+    endpoint = _endpoint(config)
     _check_endpoint(endpoint)
     if provider == "s3":
         # Why: TLS detects altered bytes, and hashing bodies by SHA-256 costs five times as much as
@@ -313,9 +343,6 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
         is_checked = _is_encrypted(endpoint) or any("checksum" in name for name in config)
         checksum = {} if is_checked else {"checksum_algorithm": "SHA256"}
         config = {"unsigned_payload": is_checked, **checksum, **config}
-    if "@" in bucket and provider == "az":
-        bucket, _, account = bucket.partition("@")
-        config.setdefault("account_name", account.partition(".")[0])
     client: dict[str, Any] = {
         "timeout": _REQUEST_TIMEOUT,
         "connect_timeout": _CONNECT_TIMEOUT,
@@ -342,6 +369,89 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
             key="storage_options",
         ) from None
     return store, ours
+
+
+_SETTINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "s3": {
+        # The first one is botocore's, whose order decides; then what obstore takes beside it.
+        "region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
+        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    },
+    "gs": {"base_url": ("GOOGLE_BASE_URL",)},
+    "az": {
+        "account_name": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"),
+        "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    },
+}
+"""Options that say which server is asked, with the variables that they are taken from."""
+
+
+def _with_settings(provider: str, config: Mapping[str, Any], profile: object) -> dict[str, Any]:
+    """Returns options with the server that is asked, each setting resolved on its own.
+
+    Options come before the environment, and that before files, as in boto3. *Why the environment
+    too*, which obstore reads itself: there, `AWS_ENDPOINT_URL_S3` comes before an option, and two
+    stores of one bucket name could not be told apart.
+
+    Args:
+        provider: `"s3"`, `"gs"` or `"az"`.
+        config: The options that were given.
+        profile: The AWS profile that was asked for; None for the default.
+
+    Raises:
+        InvalidRequestError: An AWS configuration file can't be read.
+    """
+    found = dict(config)
+    given = {name.lower() for name, value in config.items() if value}
+    prefix = _PREFIXES[provider].lower()
+    files: Callable[[], Mapping[str, str]] = dict
+    if provider == "s3" and _aws_files() and _is_installed("botocore.session"):
+        files = cache(partial(_aws_settings, profile if isinstance(profile, str) else None))
+    for name, variables in _SETTINGS[provider].items():
+        aliases = {name, *map(str.lower, variables)}
+        aliases |= {alias.removeprefix(prefix) for alias in aliases}
+        if aliases & given:
+            continue
+        values = (os.environ.get(variable, "") for variable in variables)
+        value = next(filter(None, values), "") or files().get(name)
+        if value:
+            found[name] = value
+    other, endpoint = os.environ.get(_S3_ENDPOINT.upper()), _endpoint(found)
+    if provider == "s3" and other and endpoint != other:
+        found = {name: value for name, value in found.items() if name.lower() not in _ENDPOINTS}
+        found[_S3_ENDPOINT] = endpoint
+    return found
+
+
+def _environment(provider: str) -> list[tuple[str, str]]:
+    """Returns the variables that a client is made from."""
+    wanted = re.compile(
+        _VARIABLES[provider] + r"|\w+_PROXY|SSL_CERT_(FILE|DIR)|HOME", re.IGNORECASE
+    )
+    return sorted(one for one in os.environ.items() if wanted.fullmatch(one[0]))
+
+
+_VARIABLES = {
+    "s3": r"AWS_\w+",
+    "gs": r"(GOOGLE|CLOUDSDK|GCLOUD|GCE)_\w+",
+    "az": r"(AZURE|MSI|IDENTITY|ARM)_\w+",
+}
+
+
+def _files(provider: str, options: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Returns the files that a client is made from, with what changes when they are written."""
+    paths = _aws_paths() if provider == "s3" else []
+    if provider == "gs":
+        names = ("application_credentials", "token")
+        paths = [_google_file({"application_credentials": options.get(n)}) for n in names]
+    found: list[tuple[str, object]] = []
+    for path in paths:
+        state: object = None
+        with suppress(OSError, ValueError):
+            status = os.stat(path)
+            state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        found.append((path, state))
+    return found
 
 
 def _endpoint(config: Mapping[str, Any]) -> str:
@@ -434,36 +544,17 @@ class AwsCredentials(_Default):
     Args:
         name: The profile; None for that of `AWS_PROFILE`, or `default`.
 
-    Attributes:
-        config: Region and endpoint of the profile, which hold where options give none.
-
     Raises:
-        InvalidRequestError: There is no such profile.
+        InvalidRequestError: There is no such profile, or a file can't be read.
     """
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
-        from botocore.configprovider import ConfiguredEndpointProvider
-        from botocore.exceptions import BotoCoreError
         from botocore.session import Session
 
         self._method = ""
         self._open: Callable[[], Any] = partial(Session, profile=name)
-        session = self._open()
-        try:
-            scoped = session.get_scoped_config()
-            # Why so: `services` sections and AWS_ENDPOINT_URL count too, and no client is made.
-            endpoint = ConfiguredEndpointProvider(
-                full_config=session.full_config, scoped_config=scoped, client_name="s3"
-            ).provide()
-        except BotoCoreError as error:
-            raise InvalidRequestError(
-                f"expected a profile of the AWS configuration files, but {error}; it has "
-                f"{', '.join(session.available_profiles) or 'no profile'}",
-                key="profile",
-            ) from None
-        found = {"region": session.get_config_variable("region"), "endpoint": endpoint}
-        self.config = {name: value for name, value in found.items() if value}
+        _aws_settings(name)
 
     def __str__(self) -> str:
         name = self._name or os.environ.get("AWS_PROFILE") or "default"
@@ -489,6 +580,55 @@ class AwsCredentials(_Default):
             "token": keys.token,
             "expires_at": ends if known is None else min(ends, known.astimezone(timezone.utc)),
         }
+
+
+def _aws_settings(profile: str | None) -> dict[str, str]:
+    """Returns region and endpoint of a profile, or else of the environment, as botocore has them.
+
+    Args:
+        profile: Name of the profile; None for that of `AWS_PROFILE`, or `default`.
+
+    Raises:
+        InvalidRequestError: There is no such profile, or a file can't be read.
+    """
+    from botocore.configprovider import ConfiguredEndpointProvider
+    from botocore.exceptions import BotoCoreError, ConfigParseError
+    from botocore.session import Session
+
+    session: Any = Session(profile=profile)
+    try:
+        scoped = session.get_scoped_config()
+        endpoint = None
+        if not session.get_config_variable("ignore_configured_endpoint_urls"):
+            # Why so: `services` sections and AWS_ENDPOINT_URL count too, and no client is made.
+            endpoint = ConfiguredEndpointProvider(
+                full_config=session.full_config, scoped_config=scoped, client_name="s3"
+            ).provide()
+        found = {"region": session.get_config_variable("region"), "endpoint": endpoint}
+    except ConfigParseError as error:
+        raise _unreadable(str(error.kwargs.get("path", "")), error.kwargs.get("error")) from None
+    except BotoCoreError as error:
+        raise InvalidRequestError(
+            f"expected a profile of the AWS configuration files, but {error}; it has "
+            f"{', '.join(session.available_profiles) or 'no profile'}",
+            key="profile",
+        ) from None
+    return {name: value for name, value in found.items() if value}
+
+
+def _unreadable(path: str, error: object) -> InvalidRequestError:
+    """Returns the error for an AWS configuration file that can't be parsed."""
+    # Careful: the text of the error quotes lines, which may have keys.
+    numbers = [number for number, _ in getattr(error, "errors", ())]
+    line = getattr(error, "lineno", None) or next(iter(numbers), None)
+    where = f"{path}, line {line}" if line else path
+    what = "it is not UTF-8" if isinstance(error, UnicodeError) else "found something else"
+    return InvalidRequestError(
+        f"expected sections like [default], with lines like region = eu-1, in the AWS "
+        f"configuration file {where}, but {what}: mend it, or name another file by "
+        f" AWS_CONFIG_FILE or AWS_SHARED_CREDENTIALS_FILE",
+        key="profile",
+    )
 
 
 class GoogleCredentials(_Default):
@@ -617,9 +757,14 @@ def _aws_files() -> bool:
     """Returns whether there are configuration files of AWS, or one is asked for."""
     if os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE"):
         return True
+    return any(map(os.path.isfile, _aws_paths()))
+
+
+def _aws_paths() -> list[str]:
+    """Returns the paths of the configuration files of AWS, whether or not they are there."""
     variables = {"AWS_CONFIG_FILE": "config", "AWS_SHARED_CREDENTIALS_FILE": "credentials"}
     paths = (os.environ.get(name) or f"~/.aws/{file}" for name, file in variables.items())
-    return any(os.path.isfile(os.path.expanduser(path)) for path in paths)
+    return [os.path.expanduser(path) for path in paths]
 
 
 def _of_google(config: dict[str, Any]) -> GoogleCredentials | None:

@@ -77,6 +77,7 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "averaging"}
 
 # Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
+    "store.filesystems": "whether it is as it was when a filesystem was made",
     "store.object_stores": "keys and an endpoint that obstore takes from there, the clouds' files",
     "runtime.session": "RAY_ADDRESS",
     "view.progress": "TERM, as a bar needs a terminal that erases lines",

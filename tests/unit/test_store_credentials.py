@@ -13,8 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import botocore.credentials
+import botocore.loaders
+import botocore.session
 import botocore.tokens
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store import object_stores
@@ -157,6 +161,148 @@ def test_keys_of_options_and_environment_come_before_profiles(cloud, home, monke
     # As in boto3, a profile that is asked for in the call comes before the environment.
     place = Location("s3://bucket/run", {**options, "profile": "default"})
     assert signer(cloud, place) == "KEY-file us-1"
+
+
+LOADER = botocore.loaders.create_loader()
+"""Keeps the descriptions of services, which take 0.2 s to read."""
+SERVICES = "services = own\n[services own]\ns3 =\n  endpoint_url = {url}\n"
+
+
+@pytest.mark.parametrize("profile", [None, "other"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {}, {"AWS_DEFAULT_REGION": "us-env"}, {"AWS_ENDPOINT_URL": "http://env:1"},
+        {"AWS_ENDPOINT_URL_S3": "http://s3.env:1", "AWS_ENDPOINT_URL": "http://env:1"},
+        {"AWS_PROFILE": "other"}, {"AWS_PROFILE": "other", "AWS_DEFAULT_REGION": "us-env"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("keys", [{}, {"AWS_ACCESS_KEY_ID": "KEY", "AWS_SECRET_ACCESS_KEY": "s"}])
+@pytest.mark.parametrize("options", [{}, {"region": "eu-opt", "endpoint": "http://option:1"}])
+def test_each_setting_comes_from_where_boto3_takes_it(
+    home, monkeypatch, profile, environment, keys, options
+):
+    write(
+        home / ".aws" / "config",
+        "[default]\nregion = eu-file\nendpoint_url = http://file:1\n"
+        f"[profile other]\nregion = eu-other\n{SERVICES.format(url='http://s3.other:1')}",
+    )
+    write(home / ".aws" / "credentials", "[default]\naws_access_key_id = FILE\n"
+          "aws_secret_access_key = s\n[other]\naws_access_key_id = OTHER\n"
+          "aws_secret_access_key = s\n")  # fmt: skip
+    for name, value in {**environment, **keys}.items():
+        monkeypatch.setenv(name, value)
+    session = botocore.session.Session(profile=profile)
+    session.register_component("data_loader", LOADER)
+    client = session.create_client(
+        "s3", region_name=options.get("region"), endpoint_url=options.get("endpoint")
+    )
+    given = options if profile is None else {**options, "profile": profile}
+    store, _ = make_store("s3", "by-boto", given)
+    used = store.config
+    assert used["region"] == client.meta.region_name
+    assert object_stores._endpoint(used) == client.meta.endpoint_url
+    frozen = client._request_signer._credentials.get_frozen_credentials()
+    provider = store.credential_provider
+    assert (provider()["access_key_id"] if provider else "KEY") == frozen.access_key
+
+
+def test_the_server_of_an_option_is_asked_whatever_the_environment_says(cloud, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    options = {"endpoint_url": cloud.url, "region": "us-1"}
+    place = Location("s3://option-first/run", options)
+    assert signer(cloud, place) == "KEY us-1"
+    storage = pickle.loads(pickle.dumps(open_storage(place)))
+    with pytest.raises(StorageError, match="no such key"):
+        storage.read("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"aws_secret_access_key = {SECRET}\n", 1),
+        (f"[default]\nregion = eu-1\n{SECRET}\n", 3),
+        ("[default]\nregion = a\nregion = b\n", 3),
+        ("[default]\n[default]\n", 2),
+        (f"[default]\ns3 =\n  {SECRET}\n", None),
+        ("[default]\nregion = \udcff\n", None),
+    ],
+)
+@pytest.mark.parametrize("keys", [True, False])
+def test_an_aws_file_that_can_not_be_parsed_is_named_with_the_line(
+    home, monkeypatch, text, line, keys
+):
+    file = home / ".aws" / "config"
+    file.parent.mkdir()
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    if keys:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with pytest.raises(InvalidRequestError, match=f"configuration file {file}") as raised:
+        open_storage("s3://unparsable/run")
+    assert (f"line {line}" in str(raised.value)) == (line is not None)
+    assert SECRET not in str(raised.value)
+    # Who names region and server needs no file.
+    options = {"key": "a", "secret": "b", "region": "us-1", "endpoint": "http://option:1"}
+    open_storage(Location("s3://unparsable/run", options))
+
+
+def test_a_client_is_made_anew_when_what_it_was_made_from_changes(cloud, home, monkeypatch):
+    """As in a notebook, where somebody sets a variable or logs in after the first try."""
+    store = make_store("s3", "tried-again", {})[0]
+    assert make_store("s3", "tried-again", {})[0] is store
+    assert store.credential_provider is None
+    profile(home, "default", "KEY-default", region="eu-default")
+    profile(home, "train", "KEY-train", region="eu-train")
+    place = Location("s3://tried-again/run", {"endpoint": cloud.url})
+    assert signer(cloud, place) == "KEY-default eu-default"
+    monkeypatch.setenv("AWS_PROFILE", "train")
+    assert signer(cloud, place) == "KEY-train eu-train"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-env")
+    assert signer(cloud, place) == "KEY-train us-env"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY-env")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    assert signer(cloud, place) == "KEY-env us-env"
+    (home / ".aws" / "config").unlink()
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_REGION", "us-again")
+    assert signer(cloud, place) == "KEY-env us-again"
+
+
+def test_one_bucket_name_on_two_servers_is_two_stores(cloud, home, monkeypatch):
+    names = set()
+    for endpoint in ("http://one:1", "http://two:1"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        names.add(object_stores.name_of_store(make_store("s3", "bucket", {"region": "a"})[0]))
+    for account in ("one", "two"):
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", account)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+        names.add(object_stores.name_of_store(make_store("az", "bucket", {})[0]))
+    assert len(names) == 4
+
+
+def test_a_filesystem_of_fsspec_is_made_anew_in_another_environment(monkeypatch):
+    class Tokens(MemoryFileSystem):
+        """Takes a token from the environment when it is made, as others do."""
+
+        protocol = "tokens"
+        cachable = True
+
+        def __init__(self, **options: object) -> None:
+            super().__init__(**options)
+            self.token = os.environ.get("TOKENS_TOKEN")
+
+    fsspec.register_implementation("tokens", Tokens, clobber=True)
+    tokens = []
+    for token in ("first", "first", "second", "first"):
+        monkeypatch.setenv("TOKENS_TOKEN", token)
+        storage = open_storage("tokens://bucket/run")
+        tokens.append((storage.filesystem.token, storage.filesystem))
+    assert [token for token, _ in tokens] == ["first", "first", "second", "first"]
+    assert tokens[0][1] is tokens[1][1]
 
 
 def test_keys_that_a_tool_wrote_into_the_file_meanwhile_are_used(home):
