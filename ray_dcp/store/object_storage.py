@@ -467,6 +467,11 @@ class ObjectStorage:
         return f"{self._base}/{self._root}" if self._root else self._base
 
     @property
+    def place(self) -> str:
+        """See `place_of`: the prefix, and the server that has the bucket."""
+        return f"{name_of_store(self._store)} {self.url}"
+
+    @property
     def read_traits(self) -> ReadTraits:
         """Traits of a remote store, or of an in-memory store."""
         return MEMORY if provider_of(self._store) is None else OBJECT_STORE

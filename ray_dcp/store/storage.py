@@ -354,6 +354,18 @@ def reuse_file(
         return None
 
 
+def place_of(storage: Storage) -> str:
+    """Returns a name of a storage's place: one for all spellings, another one on another server.
+
+    A storage may have an optional attribute `place`, if its URL does not name the server.
+
+    Examples:
+        >>> place_of(MemoryStorage("run"))
+        'memory://run'
+    """
+    return str(getattr(storage, "place", storage.url))
+
+
 TEMP_PREFIX = ".tmp-"
 """Prefix of the names of unpublished files, which are not listed and not legal in keys."""
 

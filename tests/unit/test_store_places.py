@@ -40,7 +40,13 @@ from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions, make_store
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.store.remote import Retrying, creates_if_absent_in
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, MemoryStorage, PublishedFile
+from ray_dcp.store.storage import (
+    KeyExistsError,
+    KeyMissingError,
+    MemoryStorage,
+    PublishedFile,
+    place_of,
+)
 from ray_dcp.testing import StorageConformance
 from tests.crash.crashes import check_crashes
 from tests.crash.interruptions import CALLS
@@ -611,3 +617,28 @@ def test_every_function_of_os_that_changes_files_in_a_storage_is_interrupted():
     }
     assert used - harmless <= set(CALLS)
     assert {"link", "rename", "unlink", "fsync"} <= used
+
+
+def test_a_place_has_one_name_however_it_is_spelled_and_another_one_on_another_server():
+    key = {"account_key": "aGk="}
+    azure = [
+        place_of(open_storage(Location(url, {**key, **more})))
+        for url, more in (
+            ("az://c@a.dfs.core.windows.net/run", {}),
+            ("abfss://c@a.dfs.core.windows.net/run/", {}),
+            ("az://c/run", {"account_name": "a"}),
+            ("az://c/run", {"account_name": "b"}),
+        )
+    ]
+    assert len(set(azure[:3])) == 1
+    assert azure[3] not in azure[:3]
+    keys = {"access_key_id": "a", "secret_access_key": "b"}
+    amazon = [
+        place_of(open_storage(Location(url, {**keys, "endpoint": endpoint})))
+        for url, endpoint in (
+            ("s3://b/run", "http://one:1"), ("s3a://b/run/", "http://one:1"),
+            ("s3://b/run", "http://two:1"),
+        )
+    ]  # fmt: skip
+    assert amazon[0] == amazon[1] != amazon[2]
+    assert place_of(open_storage("file:///x/run/")) == place_of(open_storage("/x/y/../run"))
