@@ -18,8 +18,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
+from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.phases import AWAIT_STAGED
-from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    MissingKeyError,
+)
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.activity import Account, Activity
@@ -42,7 +48,7 @@ from ray_dcp.saving import (
     target_of,
     text_of,
 )
-from ray_dcp.store.opening import absolute_target
+from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, check_plug_in, decide_load
 from ray_dcp.torch_adapter.flatten import below
@@ -483,7 +489,10 @@ def _load_steps(
             kept=memory_of(connected).storage,
             peers=_peers_of(connected),
         ).run()
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(error, DamagedCheckpointError):
+            # Why: a save of this process could link to files of this checkpoint.
+            DAMAGE.add(open_storage(target).url)
         overwritten.update(
             name for work in works for name in work.loaded if not below(name, work.whole)
         )

@@ -193,7 +193,8 @@ class SaveOptions:
     in one folder). `write`: write them. `link`: keep what is not expected to change in files of its
     own, and give such a file, where its block checksums are those of the last step's file, another
     name (a hard link; on S3, GCS and Azure a copy that the store makes) instead of writing it
-    again. Each step stays whole by itself, but steps share bytes on a disk, and so their damage."""
+    again. Only files whose bytes this process wrote or read less than a day and 100 links ago are
+    taken. Each step stays whole by itself, but steps share bytes on a disk, and so their damage."""
     stock_metadata: bool = True
     """Also write DCP's `.metadata`, without which stock DCP can't read the checkpoint. It has 100
     to 160 bytes per tensor and rank, and takes as long to build as the rest of the commit. With

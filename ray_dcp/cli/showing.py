@@ -45,18 +45,24 @@ from ray_dcp.cli.places import (
     written,
 )
 from ray_dcp.core.json_text import to_json
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
-from ray_dcp.store.opening import place_below
+from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.charts import Node, grown, shape_text
 from ray_dcp.view.checkpoint_view import CheckpointView, leaves_of, read_view
+from ray_dcp.view.damage_marks import mark_damaged, remove_marks
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
 from ray_dcp.view.run_view import RunView, StepView, folder_of, read_run
-from ray_dcp.view.verify import VerifyInterrupted, VerifyReport, items_of
-from ray_dcp.view.verify import verify as verify_path
+from ray_dcp.view.verify import (
+    Seen,
+    VerifyInterrupted,
+    VerifyReport,
+    items_of,
+    verify_unseen,
+)
 from ray_dcp.view.wording import (
     age_text,
     count_text,
@@ -248,19 +254,25 @@ def _tensors_value(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]
 
 @click.command()
 @click.argument("path", type=PLACE)
-def verify(path: str) -> None:
+@click.option(
+    "--mark", is_flag=True, help="Record in the run which steps are damaged, and which no more."
+)
+def verify(path: str, mark: bool) -> None:
     """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
     If PATH is a run, all of its steps are verified, oldest first, and the last line names the
     newest one without damage; of several runs, a line each. What was found is below the line of its
     step. RUN@latest is the
-    newest committed step, even if it is damaged. Exit status: 0 no damage, 1 damaged, 2 there is no
+    newest committed step, even if it is damaged. A file that steps share is read once. With --mark,
+    managers of the run neither count nor delete the damaged steps until they are saved or verified
+    again. Exit status: 0 no damage, 1 damaged, 2 there is no
     checkpoint, a file can't be read, or the call is invalid.
     """
     is_run, addresses = addresses_of(path, damaged=True)
     results, codes = list[dict[str, Any]](), set[int]()
     runs = dict.fromkeys(one.step.run for one in addresses if one.step is not None)
     newest: dict[str, StepView] = {}
+    seen: Seen = {}
     sizes = [0 if one.step is None else one.step.num_bytes for one in addresses] if is_run else ()
 
     def add(name: str, report: VerifyReport, *, in_part: bool = False) -> None:
@@ -273,7 +285,7 @@ def verify(path: str) -> None:
         name = address.name
         meter.begin(name)
         try:
-            report = verify_path(address.place, progress=meter)
+            report = verify_unseen(address.place, seen, progress=meter)
         except CheckpointError as error:
             is_gone = isinstance(error, CheckpointNotFoundError)
             if not is_run:
@@ -285,6 +297,8 @@ def verify(path: str) -> None:
             codes.update([] if is_gone else [2])
             return
         add(name, report)
+        if mark:
+            _mark(address, report)
         if report.ok and address.step is not None:
             newest[address.step.run] = address.step
 
@@ -315,6 +329,29 @@ def verify(path: str) -> None:
         told(results[0])
     if codes:
         sys.exit(min(codes))
+
+
+def _mark(address: Address, report: VerifyReport) -> None:
+    """Records in its run whether a step is damaged.
+
+    Raises:
+        InvalidRequestError: It is no step with a number, directly in a run.
+        StorageError: The storage failed.
+    """
+    step = address.step
+    is_in_run = step is not None and "/" not in step.name.removeprefix(f"{step.run}/")
+    if step is None or step.step is None or step.manifest is None or not is_in_run:
+        raise InvalidRequestError(
+            f"--mark is for steps that ray_dcp saved, with a number, directly in a run, but "
+            f"{address.name} is none; name it as RUN@STEP, or leave --mark out",
+            key="mark",
+        )
+    run = place_below(step.run_place, step.run) if step.run else step.run_place
+    if report.problems:
+        steps = {step.step: step.manifest.attempt}
+        mark_damaged(run, steps, "verify found steps damaged", open_storage)
+    elif report.ok and step.is_marked_damaged:
+        remove_marks(run, [step.step], open_storage)
 
 
 def _number_or_name(step: StepView | None) -> int | str | None:

@@ -3,8 +3,9 @@
 * Files of a checkpoint have relative names that stay in its own directory; others are refused.
 * Step folders: `StepNames` are those that a `CheckpointManager` writes, and others that it reads.
   `load_newest` takes any number at the end of a name for a step (`view.run_listing.step_of`).
-* Tags and notes lie beside the steps of a run, in its folder `.manager`. A tag is an empty file;
-  retention keeps tagged steps. A note is a text for people.
+* Tags, notes and damage marks lie beside the steps of a run, in its folder `.manager`. A tag is an
+  empty file; retention keeps tagged steps. A note is a text for people. A damage mark is an empty
+  file whose name has the step and the attempt that was found damaged.
 """
 
 from __future__ import annotations
@@ -216,11 +217,13 @@ TAGS = "tags/"
 READING = "reading/"
 CATALOGUE = "catalogue.json"
 NOTES = "notes/"
+DAMAGED = "damaged/"
 MAX_NOTE_BYTES = 64 << 10
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAG_KEY = re.compile(r"tags/(\d{1,18})\.(.+)")
 _NOTE_KEY = re.compile(r"notes/(\d{1,18})\.txt")
+_DAMAGE_KEY = re.compile(r"damaged/(\d{1,18})\.([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
 
 
 def check_tag(tag: object, *, existing: bool = False) -> str:
@@ -315,3 +318,27 @@ def noted_step(key: str) -> int | None:
     """Returns the step of a `note_key`; None for other keys."""
     found = _NOTE_KEY.fullmatch(key)
     return int(found[1]) if found else None
+
+
+def damage_key(step: int, attempt: str) -> str:
+    """Returns the key, in the shared folder, of the mark that a step is damaged.
+
+    Args:
+        step: Number of the step.
+        attempt: Attempt that committed it; a step that is saved again has no mark.
+
+    Examples:
+        >>> marked_damaged([damage_key(500, "0123456789abcdef"), "catalogue.json"])
+        frozenset({(500, '0123456789abcdef')})
+    """
+    return f"{DAMAGED}{step}.{attempt}"
+
+
+def marked_damaged(keys: Iterable[str]) -> frozenset[tuple[int, str]]:
+    """Returns step and attempt of each damage mark.
+
+    Args:
+        keys: What lies in the shared folder.
+    """
+    found = map(_DAMAGE_KEY.fullmatch, keys)
+    return frozenset((int(one[1]), one[2]) for one in found if one is not None)

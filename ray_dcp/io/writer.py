@@ -532,6 +532,117 @@ class _Nowhere:
     abort = commit
 
 
+_STORED_BYTES = 8 << 20
+_STORED_PART_BYTES = 1 << 20
+"""Whole checksum blocks; much shorter than what is read at once, so that little is read twice."""
+
+
+class _OtherBytesError(Exception):
+    """A stored file is not what was written."""
+
+
+class _StoredPieces:
+    """The pieces of a stored file (`PieceSource`), and a `PartWriter` that compares it.
+
+    Args:
+        storage: Storage of the file.
+        plan: Plan of the file, without deferred items.
+        source: The file.
+    """
+
+    is_held = False
+
+    def __init__(self, storage: Storage, plan: FilePlan, source: PublishedFile) -> None:
+        self.before_wait = _do_nothing
+        self._storage = storage
+        self._source = source
+        self._start = plan.payload_offset.tolist()
+        self._num_bytes = plan.payload_bytes.tolist()
+        self._window, self._window_start = memoryview(b""), 0
+        self._end = 0
+
+    def small(self, first: int, stop: int) -> Iterator[memoryview]:
+        """See `PieceSource.small`."""
+        for start, num_bytes in zip(
+            self._start[first:stop], self._num_bytes[first:stop], strict=True
+        ):
+            yield self._view(start, num_bytes)
+
+    def parts(self, piece: int) -> Iterator[memoryview]:
+        """See `PieceSource.parts`."""
+        start, num_bytes = self._start[piece], self._num_bytes[piece]
+        for low in range(0, num_bytes, _STORED_PART_BYTES):
+            yield self._view(start + low, min(_STORED_PART_BYTES, num_bytes - low))
+
+    def num_bytes(self, piece: int) -> int:
+        """See `PieceSource.num_bytes`."""
+        num_bytes: int = self._num_bytes[piece]
+        return num_bytes
+
+    def written(self, end: int) -> None:
+        """Does nothing: there is no memory to free."""
+
+    def write(self, data: BytesLike) -> None:
+        """Compares the next bytes of the file with those that a writer writes."""
+        found = self._view(self._end, len(data))
+        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
+            raise _OtherBytesError
+        self._end += len(data)
+
+    def commit(self) -> None:
+        """Does nothing."""
+
+    abort = commit
+
+    def _view(self, start: int, num_bytes: int) -> memoryview:
+        low = start - self._window_start
+        if not 0 <= low <= low + num_bytes <= len(self._window):
+            length = min(max(num_bytes, _STORED_BYTES), self._source.num_bytes - start)
+            self._window = memoryview(self._storage.read(self._source.key, start, length))
+            self._window_start, low = start, 0
+            if len(self._window) < num_bytes:
+                raise _OtherBytesError
+        return self._window[low : low + num_bytes]
+
+
+def is_intact(
+    storage: Storage, plan: FilePlan, source: PublishedFile, stop: Stop | None = None
+) -> bool:
+    """Returns whether a published file has the bytes that were written, to the last one.
+
+    Payloads are compared with the checksums that the manifest covers, all else with what a writer
+    of the plan writes.
+
+    Args:
+        storage: Storage of the checkpoint that has the file.
+        plan: Plan of the file, without deferred items.
+        source: The file.
+        stop: Ends it early.
+
+    Raises:
+        StorageError: The file is gone, or can't be read.
+        SaveCancelledError: `stop` was signalled.
+
+    Complexity:
+        Reads the file once, with 8 MiB of memory.
+    """
+    forget = getattr(storage, "forget_pages", None)
+    if forget is not None:
+        forget(source.key)
+    stored = _StoredPieces(storage, plan, source)
+    try:
+        receipt = PartFile(stored, plan, source.key, stored, stop or Stop()).write()
+    except _OtherBytesError:
+        return False
+    finally:
+        if forget is not None:
+            forget(source.key)
+    found = (receipt.num_bytes, receipt.digest.hex())
+    return found == (source.num_bytes, source.digest) and not storage.read(
+        source.key, source.num_bytes, 1
+    )
+
+
 def part_key(plan: FilePlan, attempt: str) -> str:
     """Returns the key of a part file.
 

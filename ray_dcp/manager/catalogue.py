@@ -18,7 +18,14 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
-from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tags_in
+from ray_dcp.format.names import (
+    CATALOGUE,
+    READING,
+    SHARED_FOLDER,
+    StepNames,
+    marked_damaged,
+    tags_in,
+)
 from ray_dcp.format.step_info import (
     CatalogueRow,
     decode_catalogue,
@@ -138,6 +145,8 @@ class Catalogue:
     """Step numbers of folders, by name, in which ray_dcp left files but committed nothing."""
     read_by: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Keys of the reader leases on each step, in the shared folder."""
+    marks: frozenset[tuple[int, str]] = frozenset()
+    """Step and attempt of each damage mark."""
     num_read: int = 0
     """Number of folders whose records were read."""
 
@@ -152,6 +161,15 @@ class Catalogue:
             for step, found in self.steps.items()
             if found.is_ours and found.is_known is known
         ]
+
+    @property
+    def damaged(self) -> set[int]:
+        """Committed steps that a process has marked as damaged."""
+        return {
+            step
+            for step, attempt in self.marks
+            if step in self.steps and self.steps[step].attempt == attempt
+        }
 
     def recorded_of(self, found: StepFound) -> Mapping[str, float]:
         """Returns the metrics of a step that were recorded after its save."""
@@ -191,7 +209,11 @@ def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catal
     folders = folders_in(storage)
     folders.pop("", None)
     shared = folders.pop(FOLDER, [])
-    found = Catalogue(tags=tags_in(shared), recorded=latest_values(recorded_in(shared)))
+    found = Catalogue(
+        tags=tags_in(shared),
+        recorded=latest_values(recorded_in(shared)),
+        marks=marked_damaged(shared),
+    )
     for lease in filter(None, map(_LEASE.fullmatch, shared)):
         is_read = int(lease[1])
         found.read_by[is_read] = (*found.read_by.get(is_read, ()), lease[0])

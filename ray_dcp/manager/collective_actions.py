@@ -330,6 +330,8 @@ class CollectiveActions:
     """Returns the session of this rank; all ranks create it in the first call."""
     finisher: Finisher
     """Waits for asynchronous saves."""
+    read_only: bool = False
+    """Whether nothing may be written, so that no step is marked as damaged."""
 
     def agree(self, what: str, decide: Callable[[Sequence[Any]], Any], **more: Any) -> Any:
         """Returns the decision of rank 0; see the function `agree`."""
@@ -713,6 +715,9 @@ class CollectiveActions:
             else:
                 (step,) = tries
                 reports, skipped = load(step), []
+            if self.session().rank == 0 and not self.read_only:
+                with contained(f"Recording what was loaded from {self.root.url}"):
+                    self._record_load(step, state_dict, options, reports, dict(skipped))
         paths = tuple((tries[number][0].url, error) for number, error in skipped)
         return RestoreReport(
             step=step,
@@ -722,6 +727,27 @@ class CollectiveActions:
             },
             skipped=tuple(skipped),
         )
+
+    def _record_load(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        options: LoadOptions | None,
+        reports: Mapping[str, LoadReport],
+        skipped: Mapping[int, CheckpointError],
+    ) -> None:
+        """Lets the writer know which step was loaded, and which were damaged. On rank 0."""
+        found = self.writer.catalogue.steps.get(step)
+        named = self.settings.named
+        chosen = [options or item.load_options for item in self.settings.items.values()]
+        # Why all this: what is left out of a load was not read, nor what came from memory.
+        is_all = all(one.verify == "always" and one.strict is not False for one in chosen)
+        is_all = is_all and {*named} <= ({*state_dict} if named else set())
+        is_all = is_all and not any(
+            one.bytes_from_memory or one.unexpected for one in reports.values()
+        )
+        attempt = found.attempt if found is not None and is_all else ""
+        self.writer.loaded(step, attempt, skipped)
 
     def _choose_steps(
         self, wanted: Wanted, leases: ExitStack, left: threading.Event
@@ -808,8 +834,6 @@ class CollectiveActions:
                 checkpoint_id=self.root.url,
             )
         if skipped and self.session().rank == 0:
-            with self.writer.lock:
-                self.writer.damaged.update(number for number, _ in skipped)
             for number, error in skipped:
                 events.warn(
                     f"Restored step {found[0]} of {self.root.url} instead of the newer step "

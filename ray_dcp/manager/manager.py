@@ -203,6 +203,7 @@ class CheckpointManager:
             self._preemption,
             partial(session_for, process_group, no_dist),
             Finisher(self._save_ended),
+            read_only,
         )
         self._max_pending = max_pending_async
         self._failed: list[Ended] = []

@@ -763,6 +763,21 @@ def superfluous(
     return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
+def newest_whole(steps: Sequence[tuple[int, str]], whole: Mapping[int, str]) -> int | None:
+    """Returns the newest step that is known to be whole; None if there is none.
+
+    Args:
+        steps: The committed steps that were not found damaged, with their attempts, oldest first.
+        whole: Attempts of the steps whose bytes this process knows: it loaded or saved them.
+
+    Examples:
+        >>> newest_whole([(1, "a"), (2, "b"), (3, "c")], {1: "a", 2: "b", 3: "other", 4: "d"})
+        2
+    """
+    known = [step for step, attempt in steps if whole.get(step) == attempt]
+    return known[-1] if known else None
+
+
 def best_of(steps: Iterable[StepFacts], metric: str, mode: Mode) -> list[StepFacts]:
     """Returns the steps that have a metric, best first; of equal values, the newer steps first.
 

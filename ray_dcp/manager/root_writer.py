@@ -36,7 +36,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
-from ray_dcp.format.names import TAGS, check_tag, note_key, tag_key, tags_in
+from ray_dcp.format.names import TAGS, check_tag, damage_key, note_key, tag_key, tags_in
 from ray_dcp.format.step_info import (
     StepInfo,
     check_metadata,
@@ -71,6 +71,7 @@ from ray_dcp.manager.policies import (
     age_in,
     asks_only_the_step,
     check_metrics,
+    newest_whole,
     rankings,
     superfluous,
 )
@@ -83,7 +84,8 @@ from ray_dcp.runtime.step_deletion import (
     read_protection,
 )
 from ray_dcp.runtime.tasks import new_attempt
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import Entry, Storage
+from ray_dcp.view.damage_marks import committed_steps_with, mark_damaged, remove_marks
 
 CLOSE_S = 60.0
 """Maximum time that `Writer.close` waits for the current deletion pass, in seconds."""
@@ -177,8 +179,10 @@ class Writer:
     Attributes:
         catalogue: Result of the last scan. It answers queries, and decides no deletion.
         pending: Steps that are being saved.
-        damaged: Steps that could not be loaded. They don't count for retention, are not deleted,
-            and may be saved again.
+        damaged: Steps that this process could not load. They don't count for retention, are not
+            deleted, and may be saved again, as those that have a damage mark.
+        whole: Attempts of the steps that this process loaded or saved, and has not found damaged.
+            Retention keeps the newest of them.
         remover: Deletes superfluous steps.
         lock: Guards these attributes. Not held during storage operations.
     """
@@ -197,6 +201,7 @@ class Writer:
         self.catalogue = Catalogue()
         self.pending: set[int] = set()
         self.damaged: set[int] = set()
+        self.whole: dict[int, str] = {}
         self._leaving: frozenset[str] = frozenset()
         """Folders about whose deletion a pass is deciding."""
         self._saved_last: int | None = None
@@ -248,7 +253,8 @@ class Writer:
     @property
     def newest(self) -> int | None:
         """The newest step that can be loaded or is being saved; None if there is none."""
-        loadable = [one for one in self._oldest_first(self.catalogue) if one not in self.damaged]
+        lost = self.damaged | self.catalogue.damaged
+        loadable = [one for one in self._oldest_first(self.catalogue) if one not in lost]
         if self._settings.order == "any":
             return next(iter([*reversed(self._begun), *reversed(loadable)]), None)
         return max({*loadable, *self.pending}, default=None)
@@ -423,9 +429,12 @@ class Writer:
             with self.lock:
                 self.catalogue.add(found)
                 self.damaged.discard(found.step)
+                self.whole[found.step] = found.attempt
                 self._saved_last = found.step
                 self._unpublished += 1
                 is_full = bool(self._find_superfluous(self.catalogue))
+            if any(step == found.step for step, _ in self.catalogue.marks):
+                remove_marks(self.root.target, [found.step], self.root.opener, found.attempt)
             self._after_commit(found.step)
             if is_full or self._waits_for_metrics:
                 self.remover.wake()
@@ -532,13 +541,18 @@ class Writer:
         policy = self._settings.kept
         if policy is None and not catalogue.leftovers:
             return ()
-        facts = [one for one in catalogue.facts() if one.step not in self.damaged]
-        unknown = [one for one in catalogue.facts(known=False) if one.step not in self.damaged]
+        damaged = self.damaged | catalogue.damaged
+        facts = [one for one in catalogue.facts() if one.step not in damaged]
+        unknown = [one for one in catalogue.facts(known=False) if one.step not in damaged]
         if not facts:
             return ()
         order = self._settings.order
         newest, highest = max(facts, key=age_in(order)).step, max(one.step for one in facts)
         protected = {*self.pending, newest if self._saved_last is None else self._saved_last}
+        in_order = [one.step for one in sorted(facts, key=age_in(order))]
+        attempts = [(step, catalogue.steps[step].attempt) for step in in_order]
+        whole = newest_whole(attempts, self.whole)
+        protected |= set() if whole is None else {whole}
         chosen = partial(superfluous, policy=policy, unknown=unknown, order=order)
         goes = {*chosen(facts, protected=protected)}
         if self._next is not None and self._next.step not in catalogue.steps:
@@ -563,6 +577,7 @@ class Writer:
             if known is not None and (known.name, known.attempt) == (going.name, going.attempt):
                 del self.catalogue.steps[going.step]
                 self.damaged.discard(going.step)
+                self.whole.pop(going.step, None)
 
     def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step; its folder keeps the delete record.
@@ -622,6 +637,43 @@ class Writer:
             raise
         if unsure:
             warnings.warn(unsure, UserWarning, stacklevel=2)
+
+    def loaded(self, step: int, attempt: str, skipped: Mapping[int, CheckpointError]) -> None:
+        """Records which step was loaded, and marks those that were found damaged before.
+
+        Args:
+            step: The step; its bytes were verified.
+            attempt: The attempt that committed it; "" if it is not known, or not all was verified.
+            skipped: Newer steps that could not be loaded, with their errors.
+        """
+        with self.lock:
+            self.damaged.update(skipped)
+            if attempt:
+                self.whole[step] = attempt
+            for one in skipped:
+                self.whole.pop(one, None)
+            steps = dict(self.catalogue.steps)
+        damaged: dict[int, str] = {}
+        for one, error in skipped.items():
+            found = steps.get(one)
+            if found is not None and found.is_ours and isinstance(error, DamagedCheckpointError):
+                damaged[one] = found.attempt
+                # Why so: the place may be spelled in another way, and of an item it has a folder.
+                item = (error.checkpoint_id or "").rpartition(f"/{found.name}")[2]
+                key = f"{found.name}{item}/{error.key}"
+                # Suppressed: the others are tried by their own loads.
+                with suppress(CheckpointError):
+                    damaged |= committed_steps_with(
+                        self.root.target, key, self.root.opener, _is_not_read
+                    )
+        damaged.pop(step, None)
+        if not damaged:
+            return
+        try:
+            mark_damaged(self.root.target, damaged, "steps were found damaged", self.root.opener)
+            self.look()
+        except StorageError as error:
+            logger.info("Steps of %s are not marked as damaged: %s", self.root.url, error)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Releases the lease, after waiting up to a timeout for the current deletion pass."""
@@ -685,7 +737,7 @@ class Writer:
                 step=step,
             )
         order = self._settings.order
-        if step in self.damaged:
+        if step in self.damaged or step in self.catalogue.damaged:
             return
         if step in self.catalogue.steps:
             if replace or order == "any":
@@ -910,6 +962,7 @@ class Deletions:
         notes = [note_key(going.step)] if going.attempt else []
         if going.attempt:
             notes += [e.key for e in shared.list(metrics_of(going.step, going.attempt))]
+            notes.append(damage_key(going.step, going.attempt))
         shared.delete([mark.key, *notes])
 
 
@@ -1037,6 +1090,11 @@ def free_number(storage: Storage, last_slot: int) -> int:
     while number in taken:
         number += 1
     return number
+
+
+def _is_not_read(_: Entry) -> bool:
+    """Returns that a file which does not share the bytes of a damaged one is not known damaged."""
+    return False
 
 
 def _begun_at(item: str) -> int:

@@ -308,7 +308,7 @@ class RankSave:
             # Suppressed: the step that takes the bytes of these items reports the error.
             with suppress(Exception):
                 counts = _deferred_checks(reply.plan, captured)
-                self.history.planned(self.target, reply, columns, counts)
+                self.history.planned(self.target, reply, columns, counts, self.opener)
         return reply, captured
 
     def write(
@@ -337,7 +337,7 @@ class RankSave:
                 deferred=deferred,
                 pieces=pieces,
                 options=self.options,
-                published=self.history.published(go.attempt),
+                published=self.history.published(go.attempt, self.opener),
             )
 
         overdue = partial(
@@ -387,6 +387,7 @@ class RankSave:
             outcome = self._settle_on_storage(go, reply_error(outcome, rank))
         if not isinstance(outcome, SaveOutcome):
             raise reply_error(outcome, rank)
+        files: Sequence[FileReceipt] = () if isinstance(request, SaveStaged) else request.files
         if isinstance(request, SaveStaged):
             with contained("The count of what a stager wrote"):
                 files = () if self.options.unchanged == "write" else written()
@@ -396,7 +397,7 @@ class RankSave:
                     progress.count(_bytes_by_stager(go, outcome))
         if self.options.unchanged == "link":
             with contained("The look at what was committed"):
-                self.history.committed(go.attempt, outcome, self.opener)
+                self.history.committed(go.attempt, outcome, files, self.opener)
         progress.over = progress.is_good = True
         return outcome
 

@@ -257,7 +257,7 @@ class StagerBackend:
             captured,
             target=save.target,
             options=save.options,
-            published=save.history.published(go.attempt),
+            published=save.history.published(go.attempt, save.opener),
             reporter=session.coordinator(),
             stop=save.progress.stop,
         )

@@ -14,7 +14,15 @@ from functools import partial
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.format.names import READING, SHARED_FOLDER, TAGS, note_key, tag_key, tags_in
+from ray_dcp.format.names import (
+    READING,
+    SHARED_FOLDER,
+    TAGS,
+    damage_key,
+    note_key,
+    tag_key,
+    tags_in,
+)
 from ray_dcp.format.step_info import info_slot, metrics_of
 from ray_dcp.io.lease_holders import UNREADABLE, read_holder, this_process
 from ray_dcp.io.records import Announced, check_announced, fence, freeing
@@ -186,7 +194,8 @@ class StepDeletion:
             storage.delete([] if report.warnings else infos)
             if expected:
                 metrics = shared.list(metrics_of(self._step, expected))
-                shared.delete([entry.key for entry in metrics])
+                mark_of_damage = damage_key(self._step, expected)
+                shared.delete([mark_of_damage, *(entry.key for entry in metrics)])
             return report
         finally:
             # Why all deletions: a manager may delete another step because this one existed.

@@ -2,27 +2,36 @@
 
 It answers two questions. *Which items will not change?* A guess, which decides in which files they
 lie: parameters that are not trained, and what was equal in two saves in a row. *Which published
-files may a writer reuse?* Those of the last committed step that it knows; the writer compares
-checksums. What it reads (a manifest, the ends of this rank's own files) it reads after the commit,
-in a thread of its own. What can't be read is not known, and costs bytes.
+files may a writer reuse?* Those whose bytes this process knows (`planning.sources.Known`): it wrote
+them, or has read them through their checksums. The writer compares checksums.
+
+What it reads, it reads after the commit, in threads of its own: the manifest and the ends of this
+rank's own files; then, at low priority, all bytes of files that come due. A process that goes on
+with a run reads the files of its newest steps for `WAIT_S`, and writes what it could not read.
+What can't be read is not known, and costs bytes. After damage was found in the run, by whatever
+part of this process, nothing is known any more, and the next save writes everything.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from ray_dcp.commit_protocol.messages import SaveGo, SaveOutcome, Target
+from ray_dcp.commit_protocol.messages import FileReceipt, SaveGo, SaveOutcome, Target
 from ray_dcp.core.checksums import CHECK_BYTES, digest, num_blocks_many
+from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.processes import begin, wait_any
+from ray_dcp.core.processes import Stop, begin, wait_any
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
@@ -34,11 +43,14 @@ from ray_dcp.core.values import (
     offsets_of,
     volume,
 )
-from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.errors import CheckpointError, LimitError, SaveCancelledError
 from ray_dcp.format.manifest import FileEntry, Manifest, decode_record, record_key
 from ray_dcp.io.checkpoint import newest_record
-from ray_dcp.io.writer import NOTHING_PUBLISHED, Published, file_layout
-from ray_dcp.store.storage import PublishedFile, Storage
+from ray_dcp.io.writer import NOTHING_PUBLISHED, Published, file_layout, is_intact
+from ray_dcp.planning.sources import Known
+from ray_dcp.stage.write_queue import step_behind
+from ray_dcp.store.storage import Entry, PublishedFile, Storage, place_of
+from ray_dcp.view.damage_marks import committed_steps_with, mark_damaged, read_marks
 from ray_dcp.view.run_listing import folders_in, step_of
 
 LEAST_SETTLED_BYTES = 1 << 20
@@ -47,24 +59,60 @@ WORTH_A_PLAN = 8
 """What is found to be settled moves to the settled files only if it has an eighth of their bytes:
 all of them are written anew then."""
 WAIT_S = 1.0
-"""How long a save waits for what is read of the last one, in seconds; it mostly ended long ago."""
+"""How long a save waits for what is read of the last one, in seconds; it mostly ended long ago. The
+first save of a process waits as long for files of its run to be read, and writes the others."""
 _MOST_RUNS = 8
 _MOST_PLANNED = 8
-_MOST_STEPS = 3
-"""How many of the newest steps are looked at for a committed one."""
+_MOST_STEPS = 8
+"""How many of the newest steps are looked at for one with the same plan."""
+
+_MOST_SOURCES = 4
+"""How many of the last names of a file are known: the newest ones may be deleted."""
+
+logger = logging.getLogger(__name__)
+
+_now_s = time.monotonic
 
 _Checks = tuple[str, UInt64Array]
 """Digest of a file, and its block checksums."""
 
 
 @dataclass(eq=False)
+class _Bytes:
+    """Bytes on a disk, or in an object, that one or several names have."""
+
+    known: Known
+
+
+class _Source(NamedTuple):
+    """A settled file of this rank in a committed checkpoint, whose bytes this process knows."""
+
+    target: Target
+    """The checkpoint."""
+    file: PublishedFile
+    plan: FilePlan
+    bytes: _Bytes
+
+
+class _Found(NamedTuple):
+    """A step that an earlier process committed."""
+
+    target: Target
+    manifest: Manifest
+
+
+@dataclass(eq=False)
 class _Run:
     """What is known of the saves of one run."""
 
-    published: Published = field(default_factory=dict)
-    """Settled files of this rank in the last committed step."""
-    found: tuple[tuple[str, Manifest], ...] = ()
-    """Steps that earlier processes committed, and their URLs, newest first."""
+    target: Target
+    """The run."""
+    url: str
+    """URL of the run, as its storage has it."""
+    sources: dict[bytes, tuple[_Source, ...]] = field(default_factory=dict)
+    """Files that may be reused, by layout, newest first."""
+    found: tuple[_Found, ...] = ()
+    """Steps that earlier processes committed, newest first, until they were looked into."""
     guesses: dict[str, Settled] = field(default_factory=dict)
     """By name; of all other names only the guess of the capture is known."""
     plan: bytes = b""
@@ -72,6 +120,39 @@ class _Run:
     checks: Mapping[int, _Checks] = field(default_factory=dict)
     """By file, those of that save."""
     reading: Future[None] | None = None
+    checking: Future[None] | None = None
+    """Reads the bytes of files."""
+    num_damaged: int = 0
+    """`DAMAGE.count` when the sources were found."""
+    num_distrusted: int = 0
+    """How often all sources were dropped, as something was damaged."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def distrust(self) -> None:
+        """Drops all sources."""
+        with self.lock:
+            self.sources, self.found = {}, ()
+            self.num_distrusted += 1
+
+    def look_for_damage(self) -> None:
+        """Drops all sources if this process found damage in the run since they were found."""
+        count = DAMAGE.count
+        if DAMAGE.has_below(self.url, self.num_damaged):
+            self.distrust()
+        self.num_damaged = count
+
+    def add(self, layout: bytes, source: _Source, num_distrusted: int) -> None:
+        """Adds a source, or replaces what is known of it, unless damage was found since."""
+        with self.lock:
+            if num_distrusted == self.num_distrusted:
+                others = [one for one in self.sources.get(layout, ()) if one.file != source.file]
+                self.sources[layout] = (source, *others[: _MOST_SOURCES - 1])
+
+    def drop(self, layout: bytes, source: _Source) -> None:
+        """Drops a source that can't be read."""
+        with self.lock:
+            kept = tuple(one for one in self.sources.get(layout, ()) if one.file != source.file)
+            self.sources[layout] = kept
 
 
 @dataclass(frozen=True)
@@ -85,6 +166,8 @@ class _Planned:
     columns: Columns
     num_deferred: tuple[int, ...]
     """Number of checksums of the deferred items of each file."""
+    begun_s: float
+    num_distrusted: int
 
 
 class RunHistory:
@@ -105,16 +188,20 @@ class RunHistory:
             columns: The items, with the guesses of the capture.
             opener: What opens the storage.
         """
-        name = "/*".join(_run_of(target.url))
+        storage = opener(target)
+        name = "/*".join(_run_of(place_of(storage)))
         with self._lock:
             run = self._runs.get(name)
             is_new = run is None
-            run = self._runs[name] = run or _Run()
+            if run is None:
+                at = replace(target, url=_run_of(target.url)[0])
+                run = _Run(at, _run_of(storage.url)[0], num_damaged=DAMAGE.count)
+            self._runs[name] = run
             self._runs.move_to_end(name)
             while len(self._runs) > _MOST_RUNS:
                 self._runs.popitem(last=False)
         if is_new:
-            self._read(run, partial(_find, run, target, opener))
+            _read(run, partial(_find, run, target, opener))
         else:
             _wait(run)
         known = np.array([run.guesses.get(one, 0) for one in columns.names], dtype=np.int8)
@@ -127,7 +214,12 @@ class RunHistory:
         return replace(columns, settled=settled)
 
     def planned(
-        self, target: Target, go: SaveGo, columns: Columns, num_deferred: tuple[int, ...]
+        self,
+        target: Target,
+        go: SaveGo,
+        columns: Columns,
+        num_deferred: tuple[int, ...],
+        opener: Callable[[Target], Storage],
     ) -> None:
         """Registers this rank's part of a save.
 
@@ -136,53 +228,79 @@ class RunHistory:
             go: What this rank writes.
             columns: Its items.
             num_deferred: For each file the number of checksums of its deferred items.
+            opener: What opens the storage.
         """
         with self._lock:
-            run = self._runs["/*".join(_run_of(target.url))]
-            planned = _Planned(run, target, go.plan, go.digest, columns, num_deferred)
-            self._planned[go.attempt] = planned
+            run = self._runs["/*".join(_run_of(place_of(opener(target))))]
+            run.look_for_damage()
+            self._planned[go.attempt] = _Planned(
+                run, target, go.plan, go.digest, columns, num_deferred, _now_s(),
+                run.num_distrusted,
+            )  # fmt: skip
             while len(self._planned) > _MOST_PLANNED:
                 self._planned.popitem(last=False)
 
-    def published(self, attempt: str) -> Published:
-        """Returns the files of the last committed step that a save may reuse.
+    def published(self, attempt: str, opener: Callable[[Target], Storage]) -> Published:
+        """Returns the files of committed steps that a save may reuse.
 
         Args:
             attempt: Of the save.
+            opener: What opens the storage.
         """
         with self._lock:
             save = self._planned.get(attempt)
         if save is None:
             return NOTHING_PUBLISHED
-        _wait(save.run)
-        for url, manifest in () if save.run.published else save.run.found:
-            if manifest.plan_digest == save.digest.hex():
-                return published_files(url, save.plan, tuple(manifest.files))
-        return save.run.published
+        run, now_s = save.run, _now_s()
+        _wait(run)
+        if run.found and not run.sources:
+            _check_found(save, opener)
+        with run.lock:
+            sources = dict(run.sources)
+        return {
+            layout: tuple(one.file for one in some if one.bytes.known.may_be_linked(now_s))
+            for layout, some in sources.items()
+        }
 
     def committed(
-        self, attempt: str, outcome: SaveOutcome, opener: Callable[[Target], Storage]
+        self,
+        attempt: str,
+        outcome: SaveOutcome,
+        receipts: Sequence[FileReceipt],
+        opener: Callable[[Target], Storage],
     ) -> None:
-        """Begins to read what a save has committed.
+        """Begins to read what a save has committed, and then files that come due.
 
         Args:
             attempt: Of the save.
             outcome: Of the save.
+            receipts: Of this rank's files, as far as they are known.
             opener: What opens the storage.
         """
         with self._lock:
             save = self._planned.pop(attempt, None)
         if save is not None:
-            self._read(save.run, partial(_record_save, save, outcome, opener))
+            _read(save.run, partial(_record_save, save, outcome, receipts, opener))
 
-    def _read(self, run: _Run, work: Callable[[], None]) -> None:
-        def read() -> None:
-            with suppress(CheckpointError):
-                work()
+    def wait(self) -> None:
+        """Waits until all that is being read has been read."""
+        with self._lock:
+            runs = [*self._runs.values()]
+        for run in runs:
+            for name in ("reading", "checking"):  # the first begins the second
+                future: Future[None] | None = getattr(run, name)
+                if future is not None:
+                    wait_any([future])
 
-        # Suppressed: the node has no thread left. Nothing is known then.
-        with suppress(LimitError):
-            run.reading = begin(read, "ray_dcp reads what was committed")
+
+def _read(run: _Run, work: Callable[[], None]) -> None:
+    def read() -> None:
+        with suppress(CheckpointError):
+            work()
+
+    # Suppressed: the node has no thread left. Nothing is known then.
+    with suppress(LimitError):
+        run.reading = begin(read, "ray_dcp reads what was committed")
 
 
 def _wait(run: _Run) -> None:
@@ -204,46 +322,174 @@ def _run_of(url: str) -> tuple[str, str]:
 
 
 def _find(run: _Run, target: Target, opener: Callable[[Target], Storage]) -> None:
-    """Finds the newest steps that earlier processes committed."""
+    """Finds the newest steps that earlier processes committed, without those marked as damaged.
+
+    Why by number: a step that was saved again has no mark, or soon will have none.
+    """
     root, item = _run_of(target.url)
-    folders = folders_in(opener(replace(target, url=root)))
-    steps = sorted((step_of(one), one) for one in folders if step_of(one) is not None)
-    urls = [target.url, *(f"{root}/{name}{item}" for _, name in reversed(steps))]
+    folders = folders_in(opener(run.target))
+    marked = {step for step, _ in read_marks(run.target, opener)}
+    numbered = ((step_of(one), one) for one in folders)
+    steps = sorted(one for one in numbered if one[0] is not None and one[0] not in marked)
+    urls = [f"{root}/{name}{item}" for _, name in reversed(steps)]
+    if step_of(target.url.rstrip("/").removesuffix(item)) not in marked:
+        urls.insert(0, target.url)
     found = []
     for url in urls[: _MOST_STEPS + 1]:
+        at = replace(target, url=url)
         # Suppressed: what can't be read is not reused.
         with suppress(CheckpointError):
-            committed = newest_record(opener(replace(target, url=url)))
+            committed = newest_record(opener(at))
             if committed is not None:
-                found.append((url, committed.manifest))
+                found.append(_Found(at, committed.manifest))
     run.found = tuple(found)
 
 
-def published_files(url: str, plan: RankPlan, entries: tuple[FileEntry, ...]) -> Published:
-    """Returns the settled files of a rank's plan, as a committed checkpoint has them.
+def _mark_of(
+    target: Target, manifest: Manifest, opener: Callable[[Target], Storage]
+) -> tuple[int | None, str]:
+    """Returns step and attempt under which a checkpoint, or an item of a step, is marked."""
+    item = _run_of(target.url)[1]
+    if not item:
+        return step_of(target.url.rstrip("/")), manifest.attempt
+    folder = target.url.rstrip("/").removesuffix(item)
+    of_step = newest_record(opener(replace(target, url=folder)))
+    return step_of(folder), "" if of_step is None else of_step.manifest.attempt
 
-    Args:
-        url: Of the checkpoint.
-        plan: What the rank wrote.
-        entries: All data files of the checkpoint.
+
+def _check_found(save: _Planned, opener: Callable[[Target], Storage]) -> None:
+    """Reads files that earlier processes committed, for a while; what is whole is a source."""
+    run, found = save.run, save.run.found
+    run.found = ()
+    same = next((one for one in found if one.manifest.plan_digest == save.digest.hex()), None)
+    if same is None:
+        return
+    stop, entries = Stop(), tuple(same.manifest.files)
+    url = opener(same.target).url
+
+    def check() -> None:
+        for file in save.plan.files:
+            if file.settled:
+                published = _published(url, entries[file.file])
+                source = _Source(same.target, published, file, _Bytes(Known(_now_s())))
+                _check(run, source, save.num_distrusted, opener, stop)
+
+    # Suppressed: the node has no thread left; everything is written.
+    with suppress(LimitError):
+        run.checking = begin(partial(_checked, check), "ray_dcp reads what may be linked")
+        wait_any([run.checking], WAIT_S)
+    # Why stopped: what was not read by now is written by this save, and known from then on.
+    stop.because(SaveCancelledError("the save writes these files"))
+
+
+def _checked(check: Callable[[], None]) -> None:
+    with suppress(CheckpointError):
+        check()
+
+
+def _check_due(run: _Run, opener: Callable[[Target], Storage]) -> None:
+    """Reads the newest file of each layout that comes due, at low priority."""
+    step_behind(19)
+    with run.lock:
+        newest, num_distrusted = [some[0] for some in run.sources.values()], run.num_distrusted
+    for source in newest:
+        if source.bytes.known.is_due(_now_s()):
+            _check(run, source, num_distrusted, opener, Stop())
+
+
+def _check(
+    run: _Run,
+    source: _Source,
+    num_distrusted: int,
+    opener: Callable[[Target], Storage],
+    stop: Stop,
+) -> None:
+    """Reads a file: it is a source from now on, or it is damaged, or it can't be read.
+
+    Raises:
+        SaveCancelledError: `stop` was signalled.
     """
-    found: dict[bytes, tuple[PublishedFile, ...]] = {}
-    for file in plan.files:
-        if file.settled:
-            entry, layout = entries[file.file], file_layout(file)
-            one = PublishedFile(url, entry.key, entry.num_bytes, entry.digest)
-            found[layout] = (*found.get(layout, ()), one)
-    return found
+    layout, since_s = file_layout(source.plan), _now_s()
+    storage = opener(source.target)
+    try:
+        # Why twice: bytes may have been altered in transit.
+        is_whole = any(is_intact(storage, source.plan, source.file, stop) for _ in range(2))
+    except SaveCancelledError:
+        raise
+    except CheckpointError:
+        run.drop(layout, source)
+        return
+    if is_whole:
+        source.bytes.known = Known(since_s)
+        run.add(layout, source, num_distrusted)
+    else:
+        _report_damage(run, source, opener)
 
 
-def _record_save(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Storage]) -> None:
-    """Records what a save committed, and compares it with the save before."""
+def _report_damage(run: _Run, source: _Source, opener: Callable[[Target], Storage]) -> None:
+    """Makes a damaged file known: to this process, to its user, and to all that use the run."""
+    run.distrust()
+    DAMAGE.add(source.file.url)
+    run_url, where = run.url, f"{source.file.url}/{source.file.key}"
+    key = where.removeprefix(f"{run_url}/")
+    steps: dict[int, str] = {}
+
+    def is_damaged(entry: Entry) -> bool:
+        return _is_damaged_copy(run, source, entry, opener)
+
+    what = "The next save writes everything anew"
+    try:
+        steps = committed_steps_with(run.target, key, opener, is_damaged)
+        mark_damaged(run.target, steps, "steps were found damaged", opener)
+    except CheckpointError as error:
+        what = f"They could not be marked: {error}. {what}"
+    names = ", ".join(map(str, sorted(steps))) or "none"
+    logger.warning(
+        "%s is damaged: its bytes do not match the checksums that were committed. The steps that "
+        "have this file: %s. %s. Look at them with `ray-dcp verify %s`, and at the disk",
+        where, names, what, run_url,
+    )  # fmt: skip
+
+
+def _is_damaged_copy(
+    run: _Run, source: _Source, entry: Entry, opener: Callable[[Target], Storage]
+) -> bool:
+    """Returns whether another file of a run is a copy of a damaged one, and damaged, too."""
+    folder, _, name = entry.key.rpartition("/")
+    target = replace(run.target, url=f"{run.target.url.rstrip('/')}/{folder}")
+    # Suppressed: what can't be read may be whole.
+    with suppress(CheckpointError):
+        storage = opener(target)
+        other = FileEntry(name, source.file.num_bytes, source.file.digest)
+        if _read_checks(storage, source.plan, other, 0) is not None:
+            file = replace(source.file, url=storage.url, key=name)
+            return not any(is_intact(storage, source.plan, file) for _ in range(2))
+    return False
+
+
+def _published(url: str, entry: FileEntry) -> PublishedFile:
+    return PublishedFile(url, entry.key, entry.num_bytes, entry.digest)
+
+
+def _record_save(
+    save: _Planned,
+    outcome: SaveOutcome,
+    receipts: Sequence[FileReceipt],
+    opener: Callable[[Target], Storage],
+) -> None:
+    """Records what a save committed, compares it with the save before, and reads what comes due."""
     run, storage = save.run, opener(save.target)
     record = decode_record(outcome.manifest or storage.read(record_key(outcome.slot)))
     if not isinstance(record, Manifest) or record.attempt != outcome.attempt:
         return
     entries = tuple(record.files)
-    run.published = published_files(save.target.url, save.plan, entries)
+    how = {one.key: one.reused for one in receipts}
+    # Why not elsewhere: no file of such a storage is ever linked, so none is read for that.
+    can_reuse = getattr(storage, "reuse", None) is not None
+    for file in save.plan.files if can_reuse else ():
+        if file.settled:
+            one = _published(storage.url, entries[file.file])
+            _add_committed(save, file, one, how.get(one.key))
     before = run.checks if run.plan == save.digest else {}
     found: dict[int, _Checks] = {}
     for file, num_deferred in zip(save.plan.files, save.num_deferred, strict=True):
@@ -255,6 +501,42 @@ def _record_save(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target]
             found[file.file] = known
     run.guesses = {**run.guesses, **_guess_settled(save, before, found)}
     run.plan, run.checks = save.digest, found
+    if run.sources and _mark_of(save.target, record, opener) in read_marks(run.target, opener):
+        run.distrust()
+    if run.checking is None or run.checking.done():
+        due = partial(_check_due, run, opener)
+        run.checking = begin(partial(_checked, due), "ray_dcp reads what was linked")
+
+
+def _add_committed(
+    save: _Planned, file: FilePlan, published: PublishedFile, reused: str | None
+) -> None:
+    """Adds a committed file to the sources, if its bytes are known.
+
+    Args:
+        save: The save.
+        file: Plan of the file.
+        published: The file.
+        reused: How it got its bytes, as in `FileReceipt`; None if that is not known.
+    """
+    run, layout = save.run, file_layout(file)
+    with run.lock:
+        some = [one for one in run.sources.get(layout, ()) if one.file.digest == published.digest]
+        of_them = {one.bytes for one in some}
+        if reused == "":
+            found = _Bytes(Known(save.begun_s))
+        elif not some:
+            return
+        elif reused == "linked" and len(of_them) == 1:
+            (found,) = of_them
+            found.known = found.known.linked()
+        else:
+            # Why the least that is known: any of them may be the one that was copied.
+            known = [one.known.linked() for one in of_them]
+            found = _Bytes(
+                Known(min(one.since_s for one in known), max(one.num_links for one in known))
+            )
+    run.add(layout, _Source(save.target, published, file, found), save.num_distrusted)
 
 
 def _read_checks(

@@ -680,6 +680,15 @@ class LocalStorage:
             for low in range(start, start + num_bytes, _AHEAD_STEP_BYTES):
                 os.posix_fadvise(file.fd, low, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
+    def forget_pages(self, key: str) -> None:
+        """Lets the kernel drop what it caches of a file, so that the next read is from the disk.
+
+        An optional method of `Storage`. Never raises: errors show at the actual read.
+        """
+        with suppress(OSError, AttributeError):
+            file = self._files.get(self._path(key))
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
         path, view = self._path(key), as_bytes_view(data)

@@ -25,7 +25,14 @@ from ray_dcp.core.processes import collector_paused, run_tasks
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
-from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
+from ray_dcp.format.names import (
+    CATALOGUE,
+    MAX_NOTE_BYTES,
+    SHARED_FOLDER,
+    marked_damaged,
+    noted_step,
+    tags_in,
+)
 from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
 from ray_dcp.format.step_info import (
     CatalogueRow,
@@ -43,6 +50,8 @@ from ray_dcp.store.storage import NETWORK_DISK, Entry, Storage, read_if_there, r
 
 T = TypeVar("T")
 
+MARKED = "marked as damaged; ray-dcp verify --mark looks again"
+"""Detail of a step that has a damage mark."""
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 _MOST_SHOWN = 8
 
@@ -320,6 +329,9 @@ class ListedCheckpoint:
     tags: tuple[str, ...] = ()
     """Tags, sorted."""
     note: str = ""
+    is_marked_damaged: bool = False
+    """Whether a process has recorded that it found the step damaged; `detail` says it, too. The
+    step can be loaded all the same, as each load verifies."""
     items: Mapping[str, str] = field(default_factory=dict)
     """Folder of each named item of the step, relative to the step; empty for a step with a single
     state."""
@@ -345,6 +357,8 @@ class _SharedFiles:
     """Rows of the catalogue file, by folder. They only save reads."""
     recorded: Mapping[tuple[int, str], Mapping[str, float]] = field(default_factory=dict)
     """Metrics that were recorded after the save, by step and attempt."""
+    marks: frozenset[tuple[int, str]] = frozenset()
+    """Step and attempt of each damage mark."""
 
 
 def list_checkpoints(
@@ -463,7 +477,7 @@ def _read_shared_of(storage: Storage, run: str, keys: Sequence[str]) -> _SharedF
             with suppress(DamagedCheckpointError):
                 rows = {row.name: row for row in decode_catalogue(data)}
     tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
-    return _SharedFiles(tags, notes, rows, latest_values(recorded_in(keys)))
+    return _SharedFiles(tags, notes, rows, latest_values(recorded_in(keys)), marked_damaged(keys))
 
 
 def folders_above(path: str) -> Iterator[str]:
@@ -503,6 +517,9 @@ def _list_one(
     number = step if name_in_run and "/" not in name_in_run else None
     attempt = manifest.attempt if manifest else ""
     recorded = {} if number is None else shared.recorded.get((number, attempt), {})
+    is_marked = number is not None and (number, attempt) in shared.marks
+    if is_marked:
+        detail = f"{detail}; {MARKED}" if detail else MARKED
     own: dict[str, Mapping[str, Any]] = {"metrics": recorded}
     if info is not None:
         metrics = {**info.metrics, **recorded}
@@ -518,6 +535,7 @@ def _list_one(
         in_flight=found.in_flight,
         tags=() if number is None else shared.tags.get(number, ()),
         note="" if number is None else shared.notes.get(number, ""),
+        is_marked_damaged=is_marked,
         manifest=manifest,
         run=run,
         **own,

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import block_checks, digest_bytes
+from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.processes import Stop, run_tasks
 from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.errors import (
@@ -118,6 +119,8 @@ class VerifyInterrupted(KeyboardInterrupt):
 
 
 Reports = list["VerifyReport | _FileCheck"]
+Seen = dict[object, "_FileCheck"]
+"""Checks of files that other files share, by what both are on the disk and should hold."""
 
 _MOST_LOOKS = 20
 """How often a verification is repeated because the checkpoint was replaced meanwhile."""
@@ -146,8 +149,25 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
     Complexity:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
     """
+    return verify_unseen(path, {}, progress=progress)
+
+
+def verify_unseen(path: AnyPlace, seen: Seen, *, progress: ShowProgress = False) -> VerifyReport:
+    """Returns what `verify` does, without reading again what earlier calls have read.
+
+    The damage of a file that several steps share is reported for each of them; its bytes count as
+    checked in the first.
+
+    Args:
+        path: As for `verify`.
+        seen: Checks of earlier calls, such as those for other steps of a run; this one's are added.
+        progress: As for `verify`.
+
+    Raises:
+        CheckpointError: As `verify` does.
+    """
     with reporting(progress, "verifying", as_target(path).url) as meter:
-        return _run_to_report(lambda found: _verify(path, found, meter))
+        return _run_to_report(lambda found: _verify(path, found, meter, seen))
 
 
 def verify_opened(
@@ -170,7 +190,9 @@ def verify_opened(
         VerifyInterrupted: As for `verify`.
     """
     with reporting(progress, "verifying", storage.url) as meter:
-        return _run_to_report(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
+        return _run_to_report(
+            lambda found: _verify_opened(storage, checkpoint, path, found, meter, {})
+        )
 
 
 def _run_to_report(work: Callable[[Reports], None]) -> VerifyReport:
@@ -194,7 +216,7 @@ def _join_reports(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
     )
 
 
-def _verify(path: AnyPlace, found: Reports, meter: Meter) -> None:
+def _verify(path: AnyPlace, found: Reports, meter: Meter, seen: Seen) -> None:
     storage = open_storage(path)
     became: CheckpointError | None = None
     for _ in range(_MOST_LOOKS):
@@ -202,9 +224,10 @@ def _verify(path: AnyPlace, found: Reports, meter: Meter) -> None:
         try:
             checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
         except DamagedCheckpointError as error:
+            DAMAGE.add(storage.url)
             found.append(VerifyReport(0, (_open_problem(storage, error),)))
             return
-        _verify_opened(storage, checkpoint, path, found, meter)
+        _verify_opened(storage, checkpoint, path, found, meter, seen)
         if _join_reports(found).ok:
             return
         became = what_became_of(storage, checkpoint)
@@ -221,8 +244,12 @@ def _verify_opened(
     path: AnyPlace | None,
     found: Reports,
     meter: Meter,
+    seen: Seen,
 ) -> None:
-    _check_files(storage, checkpoint, found, meter)
+    _check_files(storage, checkpoint, found, meter, seen)
+    if _join_reports(found).problems:
+        # Why: a save of this process could link to files of this checkpoint.
+        DAMAGE.add(storage.url)
     try:
         folders = () if path is None else items_of(storage, checkpoint)
     except DamagedCheckpointError as error:
@@ -231,7 +258,7 @@ def _verify_opened(
     for folder in folders:
         own: Reports = []
         try:
-            _verify(place_below(path or "", folder), own, meter)
+            _verify(place_below(path or "", folder), own, meter, seen)
         except (CheckpointNotFoundError, StorageError) as error:
             what = (Problem(folder, None, 0, 0, error.message),)
             is_unread = isinstance(error, StorageError)
@@ -278,12 +305,16 @@ def _open_problem(storage: Storage, error: DamagedCheckpointError) -> Problem:
     return Problem(key, None, 0, found.get(key, 0), error.message)
 
 
-def _check_files(storage: Storage, checkpoint: Checkpoint, found: Reports, meter: Meter) -> None:
+def _check_files(
+    storage: Storage, checkpoint: Checkpoint, found: Reports, meter: Meter, seen: Seen
+) -> None:
     """Checks all files of a checkpoint, and appends a report of each data file and of the others.
 
     After an error, the reports of the files that are done have been appended.
     """
-    sizes = {entry.key: entry.num_bytes for entry in storage.list()}
+    entries = storage.list()
+    sizes = {entry.key: entry.num_bytes for entry in entries}
+    shares = {entry.key: entry.shares for entry in entries if entry.shares is not None}
     manifest, table, ends_of = checkpoint.manifest, checkpoint.table, checkpoint.check_file
     expected = {} if manifest is None else {e.key: e.num_bytes for e in manifest.files}
     rows = _rows_by_file(table)
@@ -301,6 +332,17 @@ def _check_files(storage: Storage, checkpoint: Checkpoint, found: Reports, meter
 
     def run(number: int) -> None:
         key = table.files[number]
+        same = None
+        if key in shares and key in expected and isinstance(ends[number], bytes):
+            # Why all this: the file must hold the same, as another checkpoint may link it for a
+            # plan of its own.
+            rows_of = _held(table, rows[number])
+            same = (shares[key], sizes[key], expected[key], ends[number], rows_of)
+            known = seen.get(same)
+            if known is not None:
+                checks[key] = known.of(key, table, rows[number])
+                meter.add(sizes[key], key)
+                return
         check = read = checked(number, ends[number], meter)
         if first := (*check.problems, *check.unread):
             # Why again: bytes may have been altered or cut off in transit.
@@ -309,6 +351,8 @@ def _check_files(storage: Storage, checkpoint: Checkpoint, found: Reports, meter
             if not check.problems and not check.unread:
                 check.notes.append(f"{key} is intact, but was not at the first read: {first[0]}")
         checks[key] = check
+        if same is not None and not check.unread:
+            seen[same] = check
         read.count(sizes.get(key, 0))
 
     try:
@@ -316,6 +360,18 @@ def _check_files(storage: Storage, checkpoint: Checkpoint, found: Reports, meter
     finally:
         found += [checks[key] for key in table.files if key in checks]
     found.append(_other_files(storage, checkpoint, sizes))
+
+
+def _held(table: ChunkTable, rows: Sequence[int]) -> bytes:
+    """Returns a digest of all that a file should hold, beside what its checksums say."""
+    tensors = table.tensor[rows]
+    columns = (
+        table.item_offset[rows], table.item_bytes[rows], table.payload_offset[rows],
+        table.payload_bytes[rows], table.block_bytes[rows], table.size[rows], table.ndim[tensors],
+        table.dtype[tensors],
+    )  # fmt: skip
+    parts = [repr(table.dtypes).encode(), *(np.ascontiguousarray(one).tobytes() for one in columns)]
+    return digest_bytes(b"".join(parts))
 
 
 def _other_files(storage: Storage, checkpoint: Checkpoint, keys: Iterable[str]) -> VerifyReport:
@@ -465,6 +521,23 @@ class _FileCheck:
         except StorageError as error:
             what = f"unreadable: {error.message}"
             self.unread.append(Problem(self.key, None, 0, num_bytes, what))
+
+    def of(self, key: str, table: ChunkTable, rows: list[int]) -> _FileCheck:
+        """Returns this check as that of another name of the file, in which no byte is read again.
+
+        Args:
+            key: The other name.
+            table: Chunk table of the checkpoint that has it.
+            rows: Chunks of the file there, which lie as in this one.
+        """
+        names = {self._name(row): table.names[int(table.tensor[other])]
+                 for row, other in zip(self._rows, rows, strict=True)}  # fmt: skip
+        problems = [
+            replace(one, file=key, fqn=None if one.fqn is None else names[one.fqn])
+            for one in self.problems
+        ]
+        notes = [note.replace(self.key, key) for note in self.notes]
+        return replace(self, key=key, checked_bytes=0, problems=problems, notes=notes)
 
     def count(self, position: int) -> None:
         """Counts the bytes before a position."""

@@ -26,11 +26,11 @@ from ray_dcp.commit_protocol.messages import SaveGo, Target
 from ray_dcp.core.values import Columns, RankPlan
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestError, StorageError
 from ray_dcp.io.checkpoint import newest_record
-from ray_dcp.io.writer import Published
+from ray_dcp.io.writer import Published, file_layout
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.runtime.unchanged import RunHistory, published_files
-from ray_dcp.store.storage import MemoryStorage, Storage
+from ray_dcp.runtime.unchanged import RunHistory
+from ray_dcp.store.storage import MemoryStorage, PublishedFile, Storage
 from tests.crash.interruptions import (
     ALL_VARIANTS,
     CRASHES,
@@ -181,18 +181,19 @@ class KnownRun(RunHistory):
         is_settled = np.array([columns.names[one] in SETTLED for one in columns.name])
         return replace(columns, settled=is_settled.astype(np.int8))
 
-    def planned(self, target: Target, go: SaveGo, columns: Columns, counts: object) -> None:
+    def planned(self, target: Target, go: SaveGo, *_: object) -> None:
         self._plans.append(go.plan)
 
-    def published(self, attempt: str) -> Published:
+    def published(self, attempt: str, opener: object) -> Published:
         found = newest_record(self._storage)
         if found is None:
             return {}
-        files = tuple(found.manifest.files)
+        files, url = tuple(found.manifest.files), self._storage.url
         return {
-            layout: published
+            file_layout(one): (PublishedFile(url, entry.key, entry.num_bytes, entry.digest),)
             for plan in self._plans
-            for layout, published in published_files(self._storage.url, plan, files).items()
+            for one in plan.files
+            if one.settled and (entry := files[one.file])
         }
 
     def committed(self, *_: object) -> None:

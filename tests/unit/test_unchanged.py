@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import errno
+import json
 import logging
 import os
 import shutil
@@ -22,16 +23,20 @@ import obstore.store
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.checkpoint.logger import _dcp_logger
 
 import ray_dcp
 from ray_dcp import asynchronous, errors, events
-from ray_dcp.manager import CheckpointManager, Item
+from ray_dcp.cli.main import main
+from ray_dcp.manager import CheckpointManager, Item, LatestN
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging_backend
+from ray_dcp.planning import sources
+from ray_dcp.runtime import staging_backend, unchanged
 from ray_dcp.runtime.session import session_alone
 from ray_dcp.runtime.unchanged import RunHistory
+from ray_dcp.store.opening import open_storage
 from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps
 from tests.unit.test_async_inline import Gate, gate  # noqa: F401 - a fixture
@@ -240,6 +245,191 @@ def test_files_of_an_attempt_that_was_not_committed_are_not_linked(tmp_path, mon
 
 def _refuse(*_: Any) -> None:
     raise ray_dcp.errors.StorageError("scripted")
+
+
+# --- One flipped bit does not spread -------------------------------------------------------------
+
+
+def flip_shared(path: Path) -> None:
+    """Flips a bit in the data of the large file of a checkpoint."""
+    flip(linked_file(path), 500_000)
+
+
+def own_bytes(path: Path) -> None:
+    """Gives a checkpoint files of its own, with the bytes that they have."""
+    for file in path.glob("*.distcp"):
+        shutil.copy(file, file.with_suffix(".copy"))
+        file.with_suffix(".copy").replace(file)
+
+
+def a_damaged_run(root: Path, model: Tuned) -> None:
+    """Saves steps 1 to 3; 2 and 3 share a damaged file, 1 is whole."""
+    for step in (1, 2, 3):
+        model.set_step(step)
+        with CheckpointManager(root, 1, item=Item(save_options=LINK), no_dist=True) as manager:
+            manager.save(step, {"model": model})
+    assert shared(*(root / f"step-0000000{step}" for step in (1, 3))) == 1
+    own_bytes(root / "step-00000001")
+    flip_shared(root / "step-00000003")
+
+
+def test_what_a_load_found_damaged_is_linked_nowhere_and_costs_no_whole_step(tmp_path, monkeypatch):
+    model = Tuned()
+    a_damaged_run(tmp_path, model)
+    new_process(monkeypatch)
+    how: dict[str, Any] = {"item": Item(save_options=LINK), "no_dist": True}
+    with CheckpointManager(tmp_path, 1, retention=LatestN(3), **how) as manager:
+        with pytest.warns(UserWarning, match="neither counts for retention"):
+            assert manager.restore("auto", {"model": model}).step == 1
+        with CheckpointManager(tmp_path, read_only=True, no_dist=True) as other:
+            assert other.all_steps() == [1, 2, 3]
+        saved = {}
+        for step in (4, 5, 6):
+            model.set_step(step)
+            manager.save(step, {"model": model})
+            saved[step] = values_of({"model": model})
+        manager.join()
+        assert manager.all_steps() == [2, 3, 4, 5, 6]  # damaged steps don't count, and stay
+        for step, values in saved.items():
+            check_holds(tmp_path / f"step-0000000{step}", values)
+        # As the warning says, the damaged steps may be saved again; they are whole then.
+        for step in (2, 3):
+            model.set_step(step)
+            manager.save(step, {"model": model})
+            check_holds(tmp_path / f"step-0000000{step}", values_of({"model": model}))
+        manager.join()
+        assert 6 in manager.all_steps()
+    steps = ray_dcp.open(tmp_path).steps
+    assert not any(one.is_marked_damaged for one in steps)
+
+
+@pytest.mark.parametrize("finds", ["load", "verify"])
+def test_damage_that_a_part_of_this_process_finds_makes_its_next_save_write(tmp_path, finds):
+    model, _ = a_run(tmp_path, 2)
+    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 1
+    flip_shared(path_of(tmp_path, 1))
+    if finds == "verify":
+        assert not ray_dcp.verify(path_of(tmp_path, 0)).ok
+    else:
+        with pytest.raises(errors.DamagedCheckpointError):
+            ray_dcp.load({"model": Tuned()}, checkpoint_id=path_of(tmp_path, 0), no_dist=True)
+    for step in (2, 3):
+        path = save(tmp_path, step, {"model": model})
+        check_holds(path, values_of({"model": model}))
+    assert shared(path_of(tmp_path, 2), path_of(tmp_path, 3)) == 1
+
+
+def test_a_new_process_reads_what_it_links_and_marks_every_step_with_a_damaged_file(
+    tmp_path, monkeypatch, caplog
+):
+    model, _ = a_run(tmp_path, 3)
+    own_bytes(path_of(tmp_path, 0))
+    # In the header of a tensor, which a load does not read, but stock DCP does.
+    flip(linked_file(path_of(tmp_path, 1)), 100)
+    new_process(monkeypatch)
+    check_holds(save(tmp_path, 3, {"model": model}), values_of({"model": model}))
+    assert "The steps that have this file: 1, 2." in caplog.text
+    steps = {one.step: one for one in ray_dcp.open(tmp_path).steps}
+    assert [steps[step].is_marked_damaged for step in range(4)] == [False, True, True, False]
+    assert "marked as damaged" in steps[1].detail
+    # A mark makes nothing unreadable.
+    ray_dcp.load({"model": Tuned()}, checkpoint_id=path_of(tmp_path, 1), no_dist=True)
+    # A new process links to the newest step without a mark alone.
+    ray_dcp.delete(path_of(tmp_path, 3))
+    new_process(monkeypatch)
+    path = save(tmp_path, 4, {"model": model})
+    assert shared(path, path_of(tmp_path, 0)) == 1
+    check_holds(path, values_of({"model": model}))
+
+
+def test_a_file_that_many_saves_linked_is_read_again_and_written_if_it_is_damaged(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(sources, "MOST_LINKS", 4)
+    model, _ = a_run(tmp_path, 1)
+    for step in range(1, 12):
+        if step == 3:
+            flip_shared(path_of(tmp_path, 0))
+        model.set_step(step)
+        save(tmp_path, step, {"model": model})
+        session_alone().history.wait()
+    # Two links are half of four: the file is read after each second save, so after 2 and 4.
+    assert "The steps that have this file: 0, 1, 2, 3, 4." in caplog.text
+    found = [ray_dcp.verify(path_of(tmp_path, step)).ok for step in range(12)]
+    assert found == [False] * 5 + [True] * 7
+    assert shared(path_of(tmp_path, 10), path_of(tmp_path, 11)) == 1
+    check_holds(path_of(tmp_path, 11), values_of({"model": model}))
+
+
+def test_a_file_that_can_not_be_read_in_time_is_written(tmp_path, monkeypatch):
+    model, _ = a_run(tmp_path, 1)
+    new_process(monkeypatch)
+    read, was_saved = unchanged.is_intact, threading.Event()
+
+    def slow_read(*how: Any) -> bool:
+        was_saved.wait(PATIENCE_S)
+        return read(*how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unchanged, "WAIT_S", 0.01)
+        patched.setattr(unchanged, "is_intact", slow_read)
+        path = save(tmp_path, 1, {"model": model})
+        was_saved.set()
+        session_alone().history.wait()
+    assert shared(path_of(tmp_path, 0), path) == 0
+    check_holds(path, values_of({"model": model}))
+    assert shared(path, save(tmp_path, 2, {"model": model})) == 1
+
+
+def test_a_store_s_copies_of_a_damaged_object_are_looked_at_one_by_one(caplog, monkeypatch):
+    place = a_store()
+    save_steps(place, 3)
+    storage = open_storage(place)
+    (key,) = [
+        one.key
+        for one in storage.list("step-2/")
+        if one.key.endswith(".distcp") and one.num_bytes > 1 << 20
+    ]
+    data = bytearray(storage.read(key))
+    data[500_000] ^= 4
+    storage.write(key, data)
+    new_process(monkeypatch)
+    model = Tuned()
+    model.set_step(3)
+    state = {"model": model, "rank": ray_dcp.PerRank(0)}
+    ray_dcp.save(state, checkpoint_id=place / "step-3", options=LINK)
+    assert "The steps that have this file: 2." in caplog.text
+    assert [holds(place / f"step-{step}", step) for step in (0, 1, 3)] == [True] * 3
+
+
+def test_a_mark_is_set_and_cleared_by_verify(tmp_path):
+    a_run(tmp_path, 2)
+    command = CliRunner()
+    flip_shared(path_of(tmp_path, 1))
+    assert command.invoke(main, ["verify", "--mark", str(tmp_path)]).exit_code == 1
+    steps = ray_dcp.open(tmp_path).steps
+    assert [one.is_marked_damaged for one in steps] == [True, True]
+    flip_shared(path_of(tmp_path, 1))  # it is as it was
+    done = command.invoke(main, ["verify", "--mark", "--json", str(tmp_path)])
+    assert done.exit_code == 0
+    assert not any(one.is_marked_damaged for one in ray_dcp.open(tmp_path).steps)
+    # What the steps share was read once.
+    found = json.loads(done.output)["steps"]
+    assert found[0]["checked_bytes"] > 1 << 20 > found[1]["checked_bytes"]
+
+
+def test_every_spelling_of_a_place_is_one_run(tmp_path):
+    model = Tuned()
+    for step, root in enumerate((f"file://{tmp_path}", f"{tmp_path}/", f"file://{tmp_path}/x/..")):
+        place = f"{root}/step-{step}"
+        ray_dcp.save({"model": model}, checkpoint_id=place, options=LINK)
+    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 2)) == 1
+
+
+def test_a_save_links_to_what_is_left_after_the_newest_step_was_deleted(tmp_path):
+    model, _ = a_run(tmp_path, 3)
+    ray_dcp.delete(path_of(tmp_path, 2))
+    assert shared(path_of(tmp_path, 1), save(tmp_path, 3, {"model": model})) == 1
 
 
 # --- Steps stay whole by themselves --------------------------------------------------------------
