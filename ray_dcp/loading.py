@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.phases import AWAIT_STAGED
 from ray_dcp.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
     MissingKeyError,
@@ -30,6 +32,7 @@ from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.memory_tier import memory_of
+from ray_dcp.runtime.own_folders import session_of_copies
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     RankLoad,
@@ -126,10 +129,18 @@ def load(
         "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
     ) as log:
         route = decide_load(planner, reader, checkpoint_id)
-        session = session_for(process_group, no_dist)
-        return run_load(
-            route, session, state_dict, options, checkpoint_id, log=log, progress=progress
-        )
+        session: Session = session_for(process_group, no_dist)
+        run = partial(run_load, log=log, progress=progress)
+        try:
+            return run(route, session, state_dict, options, checkpoint_id)
+        except CheckpointNotFoundError:
+            copies = None
+            if route.target is not None:
+                chosen = route.apply(options or LoadOptions())
+                copies = session_of_copies(session, route.target, chosen)
+            if copies is None:
+                raise
+        return run(route, copies, state_dict, options, checkpoint_id)
 
 
 def load_newest(

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.activity import Account, Activity
 from ray_dcp.runtime.discovery import current_session
+from ray_dcp.runtime.own_folders import OwnFolder, own_folder
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import Session, session_alone
@@ -123,16 +125,20 @@ def save(
         "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
     ) as log:
         route = decide_save(planner, writer, checkpoint_id)
-        session = session_for(process_group, no_dist)
+        session: Session = session_for(process_group, no_dist)
+        folder = None
+        if route.path != FOREIGN:
+            folder = own_folder(session, target_of(route), route.apply(options or SaveOptions()))
         return run_save(
             route,
-            session,
+            session if folder is None else folder.session,
             state_dict,
             options,
             checkpoint_id,
             use_collectives=use_collectives,
             log=log,
             progress=progress,
+            folder=folder,
         )
 
 
@@ -181,6 +187,7 @@ def run_save(
     log: OperationLog | None = None,
     account: Account | None = None,
     progress: ShowProgress = False,
+    folder: OwnFolder | None = None,
 ) -> Metadata:
     """Runs this rank's part of a save and returns the metadata of the committed checkpoint.
 
@@ -197,11 +204,15 @@ def run_save(
         account: Account of the save if the caller emits the end event; by default, this function
             emits it.
         progress: As given to `save`.
+        folder: Folder of this rank, if Ray Train merges those of all ranks; with its session.
 
     Raises:
         CheckpointError: As `save` does.
     """
     options = route.apply(options or SaveOptions())
+    if folder is not None:
+        # Why: in a new folder nothing can be unchanged.
+        options = replace(options, unchanged="write")
     url = route.target.url if route.target else checkpoint_id
     is_in_background = account is not None
     with ExitStack() as stack:
@@ -240,13 +251,26 @@ def run_save(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
         )
-        save = RankSave.of(activity, target, options)
+        own = None
+        if folder is not None:
+            target, own, take = folder.first, folder.own, _after(folder.begin, take)
+        save = RankSave.of(activity, target, options, folder=own)
         outcome = drive(save.run(take), activity.call)
     if session.rank == 0:
         for warning in outcome.warnings:
             events.warn(warning, stacklevel=3)
     route.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
+
+
+def _after(begin: Callable[[], None], take: Callable[[], Capture]) -> Callable[[], Capture]:
+    """Returns a capture that begins with another step, whose error is reported to all ranks."""
+
+    def both() -> Capture:
+        begin()
+        return take()
+
+    return both
 
 
 # --- plug-ins in use ------------------------------------------------------------------------------

@@ -57,14 +57,14 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import Manifest, decode_record
-from ray_dcp.io.writer import Deferred, PieceSource, Source, write_part
+from ray_dcp.io.writer import Deferred, PieceSource, Source, part_key, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.standing import republish
-from ray_dcp.runtime.tasks import settle
+from ray_dcp.runtime.tasks import check_visible, settle
 from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
@@ -211,10 +211,19 @@ class RankSave:
     """Name of this rank's node; empty if unknown."""
     about: Mapping[str, Any] | None = None
     """`Manifest.about` of the checkpoint."""
+    folder: Target | None = None
+    """Folder of this rank alone, in a save whose folders Ray Train merges (`own_folders`); `target`
+    is then that of rank 0."""
 
     @classmethod
     def of(
-        cls, activity: Activity, target: Target, options: SaveOptions, *, staged: bool = False
+        cls,
+        activity: Activity,
+        target: Target,
+        options: SaveOptions,
+        *,
+        staged: bool = False,
+        folder: Target | None = None,
     ) -> RankSave:
         """Returns the part of a rank in the next operation of a user's call."""
         return cls(
@@ -228,6 +237,7 @@ class RankSave:
             memory=activity.plans,
             history=activity.history,
             node=activity.node,
+            folder=folder,
         )
 
     def run(self, capture: Callable[[], Captured]) -> Generator[Request, Reply, SaveOutcome]:
@@ -247,7 +257,13 @@ class RankSave:
         """
         go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
-        outcome = yield from self.outcome(go, receipt)
+        try:
+            outcome = yield from self.outcome(go, receipt)
+        except CheckpointError as error:
+            if self.folder is not None and not isinstance(error, CommitUnknownError):
+                with contained("The removal of this rank's files"):
+                    self._open().delete([part_key(one, go.attempt) for one in go.plan.files])
+            raise
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings), differing=go.differing)
 
@@ -329,8 +345,9 @@ class RankSave:
         progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
         def write() -> tuple[FileReceipt, ...]:
-            return write_part(
-                WatchedStorage(self.opener(self.target), progress),
+            storage = self._open()
+            receipts = write_part(
+                WatchedStorage(storage, progress),
                 go.plan,
                 go.attempt,
                 source=source,
@@ -339,6 +356,9 @@ class RankSave:
                 options=self.options,
                 published=self.history.published(go.attempt, self.opener),
             )
+            if self.folder is not None:  # The coordinator can't look there.
+                check_visible(storage, [(one.key, one.num_bytes) for one in receipts])
+            return receipts
 
         overdue = partial(
             progress.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
@@ -401,9 +421,17 @@ class RankSave:
         progress.over = progress.is_good = True
         return outcome
 
+    def _open(self) -> Storage:
+        """Opens the storage that this rank writes to."""
+        return self.opener(self.folder or self.target)
+
     def _settle_on_storage(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
         """Returns the outcome by the records on storage, when the coordinator does not answer."""
         unanswered = located(unanswered, self.target.url)
+        if self.folder is not None and self.rank:
+            # Why final: the records are in the folder of rank 0, which is gone, or does not report
+            # without this rank.
+            raise unanswered
         timeout_s = self.options.commit_timeout_s
 
         def overdue() -> CommitUnknownError:

@@ -39,6 +39,7 @@ from ray_dcp.core.processes import OwnProcess, network_namespace
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
+from ray_dcp.runtime.metrics import Performer
 from ray_dcp.runtime.session import LinkSession, closed_meanwhile
 
 RETURN_S = 0.5
@@ -184,10 +185,13 @@ class _ServingLoop(CoordinatorLoop):
     Args:
         server: The listening socket; closed by `shut`.
         key: Authenticates the ranks.
+        performer: See `CoordinatorLoop`.
     """
 
-    def __init__(self, server: socket.socket, key: bytes) -> None:
-        super().__init__()
+    def __init__(
+        self, server: socket.socket, key: bytes, performer: Performer | None = None
+    ) -> None:
+        super().__init__(performer=performer)
         self._server, self._key = server, key
         self.channels: dict[Member, Channel] = {}
         self._resumed.set()
@@ -269,6 +273,7 @@ class SocketCoordinator(LoopThread[_ServingLoop]):
         session: Name of the session.
         host: Address of the interface on which it listens.
         key: Authenticates the ranks.
+        performer: See `CoordinatorLoop`.
 
     Raises:
         OSError: It can't listen on that address.
@@ -278,14 +283,16 @@ class SocketCoordinator(LoopThread[_ServingLoop]):
     ended: ParticipantError | None = None
     on_end: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, session: str, host: str, key: bytes) -> None:
+    def __init__(
+        self, session: str, host: str, key: bytes, performer: Performer | None = None
+    ) -> None:
         self._session, self._process = session, OwnProcess()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.create_server((host, 0), family=family, backlog=1024)
         server.setblocking(False)
         _open.add(server)
         self.address: tuple[str, int] = (host, server.getsockname()[1])
-        super().__init__(lambda: _ServingLoop(server, key))
+        super().__init__(lambda: _ServingLoop(server, key, performer))
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -580,7 +587,9 @@ class SocketSession(LinkSession):
 # How the ranks find each other
 
 
-def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSession:
+def join_by_store(
+    store: Any, name: str, rank: int, world_size: int, *, performer: Performer | None = None
+) -> SocketSession:
     """Returns the connected session of a rank; every rank calls it.
 
     Args:
@@ -588,6 +597,7 @@ def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSe
         name: Name of the session.
         rank: This rank in the session.
         world_size: Number of ranks.
+        performer: Performs the tasks of the coordinator, on rank 0; see `CoordinatorLoop`.
 
     Raises:
         ParticipantError: A rank does not come, or rank 0 can't be reached.
@@ -621,12 +631,12 @@ def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSe
         _wait(store, others, "all ranks", rank)
         places = [json.loads(store.get(other)) for other in others]
         key = secrets.token_bytes(32)
-        coordinator = SocketCoordinator(name, interface_of(places), key)
+        coordinator = SocketCoordinator(name, interface_of(places), key, performer)
     except Exception as error:
         store.set(f"{_key(name)}/address", json.dumps(["", 0, f"{type(error).__name__}: {error}"]))
         raise
     host, port = coordinator.address
-    logger.info("No Ray was named: the ranks reach the coordinator in rank 0 at %s:%d", host, port)
+    logger.info("Session %s: the ranks reach the coordinator in rank 0 at %s:%d", name, host, port)
     coordinator.ask("register", name, 0, place).result()
     store.set(f"{_key(name)}/address", json.dumps([host, port, key.hex()]))
     return SocketSession(name, rank, world_size, coordinator, place)

@@ -379,7 +379,7 @@ def check_complete(
         StorageError: Some files are missing or have another length.
     """
     with explaining_removal(storage, attempt, previous_slot, url):
-        _check_visible(storage, files)
+        check_visible(storage, files)
 
 
 @contextmanager
@@ -421,8 +421,8 @@ def _share_reads(task: ShareReads) -> ReadShares:
     )
 
 
-def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
-    """Checks that the ranks' files are visible where the commit is made.
+def check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
+    """Checks that files of ranks are visible, where the commit is made or on the rank itself.
 
     *Why*: with a path that the nodes do not share, every rank writes without an error, and the
     checkpoint would be committed without its files.
@@ -450,7 +450,7 @@ def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
         raise StorageError(
             f"Expected every file that the ranks wrote in {storage.url}, as the coordinator sees "
             f"it, but {', '.join(sorted(wrong)[:MOST_NAMED])}{more}. Save to a place that all "
-            f"nodes share"
+            f"nodes share; in Ray Train's workers, ray_dcp.train.checkpointer does"
         )
 
 

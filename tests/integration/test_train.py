@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from torch.distributed.checkpoint import format_utils
 
 import ray_dcp
 from ray_dcp.errors import (
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     RankDisagreementError,
 )
 from ray_dcp.integrations import save_requests
@@ -32,7 +34,7 @@ from tests.integration.test_frameworks import example
 from tests.support.processes import eventually
 from tests.support.programs import models as programs
 from tests.support.programs import train as train_programs
-from tests.support.programs import tune_trials
+from tests.support.programs import train_folders, tune_trials
 from tests.support.programs.held_writes import hold_writes
 from tests.support.programs.train import (
     made,
@@ -253,6 +255,45 @@ def test_workers_save_and_load_by_themselves_and_what_they_saved_loads_outside(t
     assert whole["notes"]["steps"] == 2
     digests = programs.digests_of({"model": whole["model"]})
     assert digests["model.outlet.weight"] == told[0]["saved"]["model.outlet.weight"]
+
+
+# Workers that save to folders of their own, which Ray Train merges
+
+
+def test_the_folders_that_workers_report_are_merged_into_whole_checkpoints(train_ray, tmp_path):
+    result = fit(train_folders.train, tmp_path, 2)
+    assert result.error is None
+    begun = [one["begun"] for one in notes(tmp_path, "begun")]
+    assert begun == [-1, -1, *[train_folders.KILLED_AT - 1] * 2]
+    losses, expected = mean_losses(tmp_path), uninterrupted(train_folders.STEPS)
+    assert [losses[step] for step in range(train_folders.STEPS)] == pytest.approx(expected, 1e-5)
+    refused = [one["refused"] for one in notes(tmp_path, "refused")]
+    assert len(refused) == 4
+    assert all("ray_dcp.train.checkpointer" in error for error in refused)
+    assert [one["copied"] for one in notes(tmp_path, "copied")] == [train_folders.STEPS - 1] * 2
+    assert len([*notes(tmp_path, "missing")]) == 2
+
+    whole = Path(result.checkpoint.path)
+    view = ray_dcp.open(whole)
+    assert view.world_size == 2
+    assert ray_dcp.verify(whole).ok
+    ours, theirs = ray_dcp.read_state_dict(whole), tmp_path / "stock.pt"
+    format_utils.dcp_to_torch_save(whole, theirs)
+    stock = torch.load(theirs, weights_only=False)["app"]
+    assert stock["step"] == ours["app"]["step"] == train_folders.STEPS - 1
+    assert stock["model"].keys() == ours["app"]["model"].keys()
+    for name, value in stock["model"].items():
+        assert value.equal(ours["app"]["model"][name])
+
+    # What only some of the workers have uploaded is not taken as a checkpoint.
+    for rank, error in ((1, DamagedCheckpointError), (0, CheckpointNotFoundError)):
+        half = tmp_path / f"without-{rank}"
+        shutil.copytree(whole, half)
+        parts = half.glob(f"__{rank}_*") if rank else [*half.glob("[!_]*"), *half.glob("__0_*")]
+        for part in parts:
+            part.unlink()
+        with pytest.raises(error):
+            ray_dcp.read_state_dict(half)
 
 
 # A worker that is killed while its save is on the way from memory to storage
