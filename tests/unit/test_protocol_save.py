@@ -172,7 +172,16 @@ def test_ranks_that_call_different_things_are_named_with_what_they_asked(play, c
     assert type(reply.error) is RankDisagreementError
     assert said in reply.error.message
     assert "rank 0: save to memory://ckpt" in reply.error.message
+    assert "ray_dcp.train.checkpointer" not in reply.error.message
     assert play.errors("SaveJoin")[0] is reply.error
+
+
+def test_ranks_that_save_to_local_folders_of_their_own_are_told_what_saves_to_one_place(play):
+    for rank in range(4):
+        play.join(rank, target=Target(f"/tmp/folder-{rank}"))
+    for error in play.errors("SaveJoin").values():
+        assert type(error) is RankDisagreementError
+        assert "In Ray Train's workers, ray_dcp.train.checkpointer" in error.message
 
 
 # Fences
