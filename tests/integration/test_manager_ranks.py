@@ -102,6 +102,22 @@ def test_steps_are_saved_kept_and_restored_alike_on_both_ranks(ranks, tmp_path):
     assert ranks.run(again, root) == [True, True]
 
 
+def test_what_is_left_after_a_save_is_the_same_on_all_ranks_without_waiting_for_it(ranks, tmp_path):
+    def train(root: str) -> Any:
+        from ray_dcp import xla
+
+        manager = xla.CheckpointManager(root, 10, max_to_keep=2, chkpt_on_preemption=False)
+        found = []
+        for step in (70, 80, 10, 20, 10):
+            assert manager.save(step, sound_state(step))
+            found.append((manager.all_steps(), manager.latest_step()))
+        manager.close()
+        return found
+
+    kept = [([70], 70), ([70, 80], 80), ([10, 80], 10), ([10, 20], 20), ([10, 20], 10)]
+    assert ranks.run(train, str(tmp_path)) == [kept] * 2
+
+
 def test_one_rank_that_is_preempted_makes_the_step_due_on_all(ranks, tmp_path):
     def train(root: str) -> Any:
         manager = manager_at(root, chkpt_on_preemption=True)
