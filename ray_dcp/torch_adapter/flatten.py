@@ -169,6 +169,25 @@ def set_by_path(root: dict[str, Any], path: NamePath, value: Any) -> None:
     here[_key(path[-1])] = value
 
 
+def path_end(path: NamePath | None, rest: str) -> NamePath | None:
+    """Returns the end of a path whose text is `rest`; None if the name has been mapped.
+
+    Examples:
+        >>> path_end(("model", "layer.weight", "step"), "layer.weight.step")
+        ('layer.weight', 'step')
+    """
+    for start in range(len(path or ()) - 1, -1, -1):
+        end = tuple(path or ())[start:]
+        if ".".join(map(str, end)) == rest:
+            return end
+    return None
+
+
+def path_tail(path: NamePath | None, rest: str) -> NamePath:
+    """Returns `path_end`, or the parts of `rest` if the name has been mapped."""
+    return path_end(path, rest) or tuple(rest.split("."))
+
+
 def _key(part: str | int) -> str | int:
     return part.key if isinstance(part, IntKey) else part
 

@@ -33,7 +33,14 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter.devices import content_digest
-from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, listed, stored_names
+from ray_dcp.torch_adapter.flatten import (
+    Flat,
+    below,
+    flatten,
+    flatten_top,
+    listed,
+    stored_names,
+)
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken, lost_state
 from ray_dcp.torch_adapter.shards import Layouts, Sharded, is_sharded, sharded
@@ -51,6 +58,7 @@ from ray_dcp.torch_adapter.state import (
     OwnValues,
     asked_names,
     must_be_taken,
+    owner_names,
     stateful_to_load_targets,
 )
 from ray_dcp.torch_adapter.targets import ObjectTaker, Targets, first_chunks
@@ -137,7 +145,7 @@ class Placing:
         self._tied: list[tuple[Place, torch.Tensor]] = []
         self._placed: dict[int, Any] = {}
         self._mismatches: list[str] = []
-        self._differ_in_size = False
+        self._differ_in_size: list[str] = []
         self._unsupported: list[str] = []
         self._not_tensors: list[str] = []
         self._kinds = table.kind.tolist()
@@ -249,8 +257,7 @@ class Placing:
         if self._mismatches:
             what, way_out = "Dtype", ""
             if self._differ_in_size:
-                what = "Size"
-                way_out = ". Use targets of the saved shapes, or LoadOptions(resize={name: dim})"
+                what, way_out = "Size", self._way_out(self._differ_in_size)
             raise ShapeMismatchError(
                 f"{what} mismatch between saved and current for {len(self._mismatches)} value(s): "
                 + "; ".join(self._mismatches)
@@ -261,6 +268,20 @@ class Placing:
                 "the checkpoint holds tensors where the state dict holds none, expected tensors of "
                 f"the saved shapes as targets: {', '.join(self._not_tensors)}"
             )
+
+    def _way_out(self, names: Sequence[str]) -> str:
+        """Returns what to do about values of the checkpoint that differ in size from targets."""
+        # All of a layer, or of the state of a parameter, as a part of it is of no use.
+        layers = [name.rpartition(".")[0] for name in names]
+        left_out = dict.fromkeys(
+            f"{layer}." if "." in layer else name for layer, name in zip(layers, names, strict=True)
+        )
+        return (
+            f". Use targets of the saved shapes; or leave these out, as for a layer that is new, "
+            f"with LoadOptions(strict=False, key_map=lambda name: None if name.startswith("
+            f"{tuple(left_out)}) else name), or by naming all others in LoadOptions(prefixes=[...])"
+            f"; or load the part that both have with LoadOptions(resize={{name: dim}})"
+        )
 
     def object_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
         """Yields the chunk of each object and `PerRank` value, and the taker of its bytes."""
@@ -422,10 +443,12 @@ class Placing:
         if stored is None:
             stored = self._dtypes[code] = dtype_of(self.table.dtypes[code], fqn=fqn)
         if shape != self._shapes[number]:
-            if not self._may_differ(fqn, self._shapes[number], shape):
-                self._differ_in_size = True
+            is_lost = 0 in shape and 0 not in self._shapes[number]
+            if is_lost or not self._may_differ(fqn, self._shapes[number], shape):
+                self._differ_in_size.append(self.table.names[number])
+                why = ", which takes nothing of it" if is_lost else ""
                 self._mismatches.append(
-                    f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
+                    f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}{why}"
                 )
                 return stored
             self.resized.append((fqn, self._shapes[number], shape))
@@ -611,11 +634,13 @@ def plain_state_lost(
         stored: Names of the checkpoint.
         index: Names that can be requested, with their numbers in the checkpoint.
     """
-    adapted = (torch.nn.Module, torch.optim.Optimizer)
-    plain = {k: v for k, v in values.items() if not isinstance(state_dict.get(k), adapted)}
-    left = {*unexpected}
-    asked = {name: stored[number] for name, number in index.items() if stored[number] in left}
-    return [asked[name] for name in lost_state(plain, asked)]
+    left, owned = {*unexpected}, owner_names(state_dict)
+    asked = {
+        name: stored[number]
+        for name, number in index.items()
+        if stored[number] in left and not below(name, owned)
+    }
+    return [asked[name] for name in lost_state(values, asked)]
 
 
 def _select_wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:

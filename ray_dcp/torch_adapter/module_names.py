@@ -143,7 +143,7 @@ class ModuleNames:
         """
         for name, parameter in self._root.named_parameters(remove_duplicate=False):
             prefix, _, last = name.rpartition(".")
-            inner = parameter._fqns if last == _FLAT else (last,)
+            inner = getattr(parameter, "_fqns", ()) if last == _FLAT else (last,)
             for each in inner:
                 yield self.clean(f"{prefix}.{each}" if prefix else each), parameter
 

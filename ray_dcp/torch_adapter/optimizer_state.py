@@ -38,7 +38,15 @@ from ray_dcp import events
 from ray_dcp.core.columns import identified
 from ray_dcp.core.values import ChunkTable, Columns, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
-from ray_dcp.torch_adapter.flatten import MAX_DEPTH, below, flatten, listed, set_by_path
+from ray_dcp.torch_adapter.flatten import (
+    MAX_DEPTH,
+    below,
+    flatten,
+    listed,
+    path_end,
+    path_tail,
+    set_by_path,
+)
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
 from ray_dcp.torch_adapter.priming import primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.sink import target_problem
@@ -76,6 +84,8 @@ class Stored:
     """FQNs: a mapping or a set, for fast lookups."""
     value: Callable[[str], StoredValue]
     """Returns what is known about the value of a name."""
+    takes_any: bool = False
+    """Whether a load puts a stored tensor of any class in the place of an `AsStored`."""
 
     @classmethod
     def of(cls, metadata: Metadata) -> Stored:
@@ -112,7 +122,7 @@ class Stored:
             is_raw = bool(kind == Kind.TENSOR)
             return StoredValue(path, shape, dtype, is_raw if is_known or not is_raw else None)
 
-        return cls(index, value)
+        return cls(index, value, takes_any=True)
 
     def below(self, key: str, prefixes: Sequence[str]) -> dict[str, StoredValue]:
         """Returns the selected values below a key, by the rest of their names."""
@@ -218,22 +228,27 @@ def group_identities(state: Any) -> list[str]:
     return found
 
 
-def with_group_identities(columns: Columns, identities: Mapping[str, Sequence[str]]) -> Columns:
+def with_group_identities(
+    columns: Columns, identities: Mapping[tuple[str, ...], Sequence[str]]
+) -> Columns:
     """Returns columns in which values of parameter groups have the identities of their groups.
 
     Args:
         columns: What a rank saves.
-        identities: `group_identities` by the keys of optimizers.
+        identities: `group_identities` by the texts of the paths of optimizers.
     """
     if not identities:
         return columns
     names, paths = list(columns.names), list(columns.paths)
     for row, path in enumerate(paths):
-        known = identities.get(str(path[0])) if path and len(path) > 3 else None
-        if known and path and path[1] == "param_groups" and names[row] == ".".join(map(str, path)):
-            index = path[2]
+        if not path or "param_groups" not in path[1:-2]:
+            continue
+        at = path.index("param_groups", 1)
+        known = identities.get(tuple(map(str, path[:at])))
+        if known and names[row] == ".".join(map(str, path)):
+            index = path[at + 1]
             if isinstance(index, int) and index < len(known):
-                names[row], paths[row] = identified(path, 2, known[index])
+                names[row], paths[row] = identified(path, at + 1, known[index])
     return replace(columns, names=tuple(names), paths=tuple(paths))
 
 
@@ -451,7 +466,7 @@ class _Named:
             # A user's code may handle more parts than those of torch.
             for part, rests in parts.items():
                 for rest, item in rests.items():
-                    path = (part, *_tail(item.path, rest)) if rest else (part,)
+                    path = (part, *path_tail(item.path, rest)) if rest else (part,)
                     set_by_path(tree, path, self._target(None, path, item, None))
         return OptimizerTargets(tree, left, self._is_whole, self._deciding_names(groups_items))
 
@@ -483,7 +498,7 @@ class _Named:
             number, _, option = rest.partition(".")
             if not (number.isdecimal() and option):
                 continue
-            path = _tail(item.path, option)
+            path = path_tail(item.path, option)
             options.add(str(path[0]))
             target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
             set_by_path(tree, ("param_groups", int(number), *path), target)
@@ -535,7 +550,7 @@ class _Named:
         self, items: Mapping[str, StoredValue], root: dict[str, Any]
     ) -> dict[str, StoredValue]:
         """Adds targets for the state of parameters; returns the items of no parameter."""
-        ends = {name: _path_end(item.path, name) for name, item in items.items()}
+        ends = {name: path_end(item.path, name) for name, item in items.items()}
         named, numbered = _map_to_owner(ends, self._by_name), _map_to_owner(ends, self._by_number)
         # A name may be a number too, "0" of a list of parameters; then only its path decides.
         is_named = bool(named) and not any(isinstance((ends[n] or ("",))[0], IntKey) for n in named)
@@ -544,7 +559,7 @@ class _Named:
         table = self._table or {}
         wanted: dict[str, list[tuple[NamePath, StoredValue]]] = {}
         for name, owner in (named if is_named else numbered).items():
-            tail = _tail(items[name].path, name[len(owner) + 1 :]) if name != owner else ()
+            tail = path_tail(items[name].path, name[len(owner) + 1 :]) if name != owner else ()
             path, start = items[name].path or (), -len(tail)
             if ends[name] is None and len(path) > len(tail) and path[start:] == tail:
                 self._renamed_to[str(path[start - 1])] = owner
@@ -569,7 +584,7 @@ class _Named:
         return {
             name: item
             for name, item in items.items()
-            if not (first := str(_tail(item.path, name)[0])).isdecimal()
+            if not (first := str(path_tail(item.path, name)[0])).isdecimal()
             and (numbered or "." not in first)
         }
 
@@ -636,7 +651,7 @@ class _Named:
 
     def _ask_others(self, root: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
         for rest, item in items.items():
-            path, held = _find(self._optimizer.state, _tail(item.path, rest))
+            path, held = _find(self._optimizer.state, path_tail(item.path, rest))
             set_by_path(root, path, self._target(None, path, item, held))
 
     def _target(self, parameter: Any, path: NamePath, item: StoredValue, like: Any) -> Any:
@@ -1027,7 +1042,7 @@ class _FlatParameters(_OwnForm):
             if int(number) >= num_own:
                 found.left.add(full_name)
                 target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
-                path = ("param_groups", int(number), *_tail(item.path, option))
+                path = ("param_groups", int(number), *path_tail(item.path, option))
                 set_by_path(found.state, path, target)
         if len(self._group_names) > 1:
             found.decisive = {name for names in self._group_names.values() for name in names}
@@ -1108,7 +1123,7 @@ def _renamed(in_module: Mapping[str, StoredValue]) -> dict[str, str]:
     return {
         str(item.path[-1]): name
         for name, item in in_module.items()
-        if item.path and _path_end(item.path, name) is None
+        if item.path and path_end(item.path, name) is None
     }
 
 
@@ -1177,19 +1192,6 @@ def _map_to_owner(ends: Mapping[str, NamePath | None], table: Mapping[str, Any])
         if owner in table:
             found[name] = owner
     return found
-
-
-def _path_end(path: NamePath | None, rest: str) -> NamePath | None:
-    """Returns the end of a path whose text is `rest`; None if the name has been mapped."""
-    for start in range(len(path or ()) - 1, -1, -1):
-        end = tuple(path or ())[start:]
-        if ".".join(map(str, end)) == rest:
-            return end
-    return None
-
-
-def _tail(path: NamePath | None, rest: str) -> NamePath:
-    return _path_end(path, rest) or tuple(rest.split("."))
 
 
 def _find(container: Any, path: NamePath) -> tuple[NamePath, Any]:

@@ -93,10 +93,17 @@ stored tensor is the target."""
 class AsStored(torch.Tensor):
     """A target without memory that is replaced by the stored tensor, whatever its class."""
 
+    place: torch.device | None = None
+    """Device of the tensor that replaces it; None for torch's default device."""
+
     @staticmethod
-    def of(shape: Sequence[int], dtype: torch.dtype) -> AsStored:
-        """Returns a target of this shape and dtype."""
-        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(AsStored)
+    def of(
+        shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> AsStored:
+        """Returns a target of this shape and dtype, for a tensor on a device."""
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AsStored)
+        made.place = device
+        return made
 
 
 _PINNED_BYTES = 256 << 20
@@ -370,7 +377,7 @@ def fresh_value(template: Any, dtype: torch.dtype) -> Any:
             stride=template.stride(),
         )
     if type(template) is AsStored:
-        device = torch.get_default_device()
+        device = template.place or torch.get_default_device()
         return torch.empty(
             template.shape, dtype=dtype, device="cpu" if device.type == "meta" else device
         )
@@ -412,7 +419,9 @@ def fresh_taker(
             made = stored if is_all else stored.new_empty(template.shape)
         except Exception:  # noqa: BLE001 - user classes may raise anything
             return False  # A plain tensor gets the values that it shows, or an error says why not.
-        if type(template) is not AsStored:
+        if type(template) is AsStored:
+            made = made if template.place is None else made.to(template.place)
+        else:
             made = made.to(default_device())
             if isinstance(template, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, requires_grad=template.requires_grad)

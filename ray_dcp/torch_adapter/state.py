@@ -1,10 +1,11 @@
 """Values that are converted for a checkpoint: `Stateful` values, modules, optimizers, `PerRank`.
 
-As in DCP, only top-level `Stateful` values are converted, not nested ones.
+As in DCP, only top-level `Stateful` values are converted, not nested ones; but modules, optimizers
+and schedulers are at any depth of mappings, lists and tuples, as no safe load restores an object.
 
 Modules and optimizers are `Stateful` too, and a checkpoint must fit them whatever wraps them at the
-load: DDP, FSDP and `torch.compile` add prefixes to a module's names, and an optimizer numbers its
-parameters. So both are named by parameter, as in torch's own helpers; see `optimizer_state`.
+load: DDP, FSDP and `torch.compile` add parts to a module's names, and an optimizer numbers its
+parameters. So both are named by parameter; see `module_names` and `optimizer_state`.
 
 `PerRank` values are saved under one name for each rank, and restored by a rule.
 """
@@ -12,8 +13,8 @@ parameters. So both are named by parameter, as in torch's own helpers; see `opti
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -22,20 +23,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_dcp.errors import (
+    CheckpointError,
     DamagedCheckpointError,
     InvalidRequestError,
     StateDictError,
     UnsupportedValueError,
 )
 from ray_dcp.torch_adapter.collective import call_user_code
-from ray_dcp.torch_adapter.flatten import Flat, below, check_names, concerns, flatten, listed
-from ray_dcp.torch_adapter.module_names import ModuleNames, renamed, sharded_state
+from ray_dcp.torch_adapter.flatten import (
+    MAX_DEPTH,
+    Flat,
+    below,
+    check_names,
+    concerns,
+    flatten,
+)
+from ray_dcp.torch_adapter.module_names import ModuleNames, renamed
+from ray_dcp.torch_adapter.module_state import ModuleState
 from ray_dcp.torch_adapter.optimizer_state import (
     Cast,
     Stored,
@@ -45,7 +55,6 @@ from ray_dcp.torch_adapter.optimizer_state import (
     optimizer_part,
 )
 from ray_dcp.torch_adapter.priming import primed
-from ray_dcp.torch_adapter.tensors import dtype_name
 
 _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, float, str, bool})
 
@@ -55,32 +64,30 @@ class LoadTargets:
     """The state to load into, for everything that a user passed to `load`."""
 
     values: dict[str, Any]
-    """Values by key, sorted; `Stateful` values as their state."""
-    parts: Mapping[str, Any]
-    """The objects that receive loaded state, by key."""
-    optimizers: list[Any] = field(default_factory=list)
-    """Those of the parts that are an `optimizer_part`."""
+    """Values by key, sorted; those of `parts` as their state."""
+    parts: dict[Path, Any] = field(default_factory=dict)
+    """The objects that receive loaded state, by their paths."""
+    owners: dict[Path, Any] = field(default_factory=dict)
+    """The values of the user that `parts` are of."""
+    left_out: set[Path] = field(default_factory=set)
+    """Modules and optimizers that `LoadOptions.prefixes` leave out."""
     left: set[str] = field(default_factory=set)
     """Names that are read, but may belong to nothing in the state dict; `check_groups` decides."""
     whole: list[str] = field(default_factory=list)
-    """Keys whose state the load replaces completely."""
-    decisive: dict[str, set[str]] = field(default_factory=dict)
-    """Names that have to be loaded before `check_groups`, by the keys of optimizers."""
-    dtypes: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
-    """The dtype of each tensor of a module before the load, by the keys of modules."""
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    """The modules of `dtypes`."""
+    """Names of values whose state the load replaces completely."""
+    decisive: dict[Path, set[str]] = field(default_factory=dict)
+    """Names that have to be loaded before `check_groups`, by the paths of optimizers."""
 
     @property
     def casts(self) -> list[Cast]:
         """Values that modules and optimizers hold in another dtype than the loaded one."""
-        return [cast for part in self.optimizers for cast in part.casts] + [
-            (f"{key}.{name}", dtype_name(loaded.dtype), dtype_name(dtype))
-            for key, own in self.dtypes.items()
-            for name, dtype in (own | _dtypes(self.modules[key])).items()
-            if isinstance(loaded := self.values[key].get(name), torch.Tensor)
-            and loaded.dtype != dtype
-        ]
+        found: list[Cast] = []
+        for path, part in self.parts.items():
+            if isinstance(part, ModuleState):
+                found += part.casts(_at(self.values, path))
+            elif isinstance(self.owners[path], torch.optim.Optimizer):
+                found += part.casts
+        return found
 
     def check_groups(self) -> set[str]:
         """Checks the groups of optimizers whose `decisive` values are loaded; changes nothing.
@@ -92,7 +99,7 @@ class LoadTargets:
             StateDictError: Groups do not fit.
         """
         return set().union(
-            *(self.parts[key].check_groups(self.values[key]) for key in self.decisive)
+            *(self.parts[path].check_groups(_at(self.values, path)) for path in self.decisive)
         )
 
     def put_back(self, state_dict: MutableMapping[str, Any]) -> None:
@@ -101,15 +108,61 @@ class LoadTargets:
         Args:
             state_dict: The user's argument of `load`; changed in place.
 
+        Raises:
+            StateDictError: The method of a `Stateful` value raised.
+
         Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
         """
-        for key in _sorted_keys(state_dict):
-            if key not in state_dict or key not in self.values:
+        on_the_way = {path[:end] for path in self.parts for end in range(1, len(path))}
+        self._put(state_dict, self.values, (), on_the_way)
+
+    def _put(self, container: Any, loaded: Any, path: Path, on_the_way: Collection[Path]) -> Any:
+        """Puts loaded values into a container; returns it, or a tuple in its place.
+
+        Args:
+            container: The user's container.
+            loaded: The one that was loaded into; itself, unless `parts` are in it.
+            path: Its path.
+            on_the_way: Paths of the containers that `parts` are in.
+        """
+        is_mapping = isinstance(container, Mapping)
+        keys = _sorted_keys(container) if is_mapping else range(min(len(container), len(loaded)))
+        into = list(container) if isinstance(container, tuple) else container
+        for key in keys:
+            here = (*path, key)
+            if (is_mapping and (key not in container or key not in loaded)) or (
+                here in self.left_out
+            ):
                 continue
-            if key in self.parts:
-                self.parts[key].load_state_dict(self.values[key])
-            else:
-                state_dict[key] = self.values[key]
+            value = loaded[key]
+            if here in self.parts:
+                self._give(here, value)
+                continue
+            if here in on_the_way:
+                value = self._put(container[key], value, here, on_the_way)
+            if not path or into[key] is not value:
+                into[key] = value
+        if into is container or all(one is two for one, two in zip(into, container, strict=True)):
+            return container
+        return type(container)(*into) if hasattr(container, "_fields") else type(container)(into)
+
+    def _give(self, path: Path, state: Any) -> None:
+        owner = self.owners[path]
+        try:
+            self.parts[path].load_state_dict(state)
+        except (CheckpointError, CheckpointException):
+            raise
+        except Exception as error:
+            if not isinstance(owner, _OWNERS):
+                raise  # As in DCP, an error of the user's own class is among the failures itself.
+            refused = StateDictError(
+                f"{type(owner).__name__}.load_state_dict refuses the state that is loaded for "
+                f"{_name(path)!r}: {type(error).__name__}: {error}. Other values may be loaded "
+                f"already; load into an object as it was saved",
+                key=_name(path),
+            )
+            refused.add_note("".join(traceback.format_exception(error)))
+            raise refused from error
 
 
 def stateful_to_state_dict(
@@ -141,31 +194,33 @@ def stateful_to_state_dict(
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_stateful_to_state_dict`.
     """
     check_mapping(state_dict)
-    modules = _modules(state_dict)
-    optimizers = [v for v in state_dict.values() if isinstance(v, torch.optim.Optimizer)]
+    modules, owners = _modules(state_dict), _owners(state_dict)
     with ExitStack() as stack:
-        for optimizer in optimizers if as_if_stepped else ():
-            stack.enter_context(primed(optimizer))
-        return {
-            key: part.state_dict() if (part := _part(value, modules)) is not None else value
-            for key, value in state_dict.items()
+        for optimizer in owners.values() if as_if_stepped else ():
+            if isinstance(optimizer, torch.optim.Optimizer):
+                stack.enter_context(primed(optimizer))
+        states = {
+            path: _part(value, modules).state_dict()
+            for key in state_dict
+            for path, value in _of_key(key, state_dict, owners).items()
         }
+    return {**_replaced(state_dict, states)}
 
 
 def group_identities_of(
     state_dict: Mapping[str, Any], plain: Mapping[str, Any]
-) -> dict[str, list[str]]:
-    """Returns the `group_identities` of the optimizers of a state dict, by key.
+) -> dict[tuple[str, ...], list[str]]:
+    """Returns the `group_identities` of the optimizers of a state dict, by the texts of their paths.
 
     Args:
         state_dict: The user's argument of `save`.
         plain: The result of `stateful_to_state_dict` for it.
     """
     return {
-        str(key): found
-        for key, value in state_dict.items()
+        tuple(map(str, path)): found
+        for path, value in _owners(state_dict).items()
         if isinstance(value, torch.optim.Optimizer) and gives_torchs(value, torch.optim.Optimizer)
-        if (found := group_identities(plain[key]))
+        if (found := group_identities(_at(plain, path)))
     }
 
 
@@ -196,68 +251,61 @@ def stateful_to_load_targets(
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
     check_mapping(state_dict)
-    modules = _modules(state_dict)
-    targets = LoadTargets({}, parts := {})
+    modules, owners = _modules(state_dict), _owners(state_dict)
+    states: dict[Path, Any] = {}
+    targets = LoadTargets({})
     for key in _sorted_keys(state_dict):
         # Why the second check: a `state_dict()` call may remove keys of the mapping that holds it.
         if (prefixes and not concerns(str(key), prefixes)) or key not in state_dict:
             continue
-        value = state_dict[key]
-        part = _part(value, modules)
-        if part is None:
-            targets.values[key] = value
-        elif isinstance(value, torch.optim.Optimizer):
-            asked = part.targets(str(key), stored, prefixes, strict=strict is not False)
-            parts[key], targets.values[key] = part, asked.state
-            targets.optimizers.append(part)
-            targets.left.update(asked.left)
-            if asked.decisive:
-                targets.decisive[key] = asked.decisive
-            targets.whole.extend([str(key)] if asked.is_whole else [])
-        else:
-            parts[key], targets.values[key] = _find_stateful(key, value, part, stored)
-            if isinstance(part, _Model):
-                tensors = _tensors(targets.values[key])
-                targets.dtypes[key] = {name: tensor.dtype for name, tensor in tensors.items()}
-                targets.modules[key] = value
-                part.check_memory(key, tensors, stored, prefixes)
+        some = _of_key(key, state_dict, owners)
+        for path, owner in some.items():
+            name, part = _name(path), _part(owner, modules)
+            if prefixes and not concerns(name, prefixes):
+                targets.left_out.add(path)
+                states[path] = _LEFT_OUT
+                continue
+            targets.owners[path], targets.parts[path] = owner, part
+            if isinstance(owner, torch.optim.Optimizer):
+                asked = part.targets(name, stored, prefixes, strict=strict is not False)
+                states[path] = asked.state
+                targets.left.update(asked.left)
+                if asked.decisive:
+                    targets.decisive[path] = asked.decisive
+                targets.whole.extend([name] if asked.is_whole else [])
+            elif isinstance(part, ModuleState):
+                states[path] = part.targets(name, stored, prefixes)
+            else:
+                state = part.state_dict()
+                # Why: a scheduler of others has their lists of tensors until its first step.
+                states[path] = _own_tensors(state) if isinstance(owner, LRScheduler) else state
+            if len(path) > 1:
+                _check_nested(state_dict, path, states[path], stored)
+        targets.values[key] = _replaced({key: state_dict[key]}, {p: states[p] for p in some})[key]
     return targets
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """Returns the dtypes of parameters and buffers, by their names with and without wrappers.
-
-    Why not of `state_dict()`: that of FSDP1 is a collective.
-    """
-    found: dict[str, torch.dtype] = {}
-    names = ModuleNames(module)
-    for named in (module.named_parameters, module.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found[name] = found[names.clean(name)] = tensor.dtype
-    return found
-
-
-def _may_give_memory(module: nn.Module) -> bool:
-    """Returns whether a class or a hook, not one of torch, may give tensors memory in a load."""
-    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    return not gives_torchs(module, nn.Module, "_load_from_state_dict") or any(
-        not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks
-    )
-
-
-def _on_meta(key: str, names: Sequence[str]) -> UnsupportedValueError:
-    """Returns the error of tensors of a module that a load leaves on the meta device."""
-    return UnsupportedValueError(
-        f"{len(names)} tensor(s) of the module {key!r} are on the meta device and have no "
-        f"memory to load into: {listed([repr(f'{key}.{name}') for name in names])}. Give them some "
-        f"first, as by module.to_empty(device='cpu'); or load {{{key!r}: module.state_dict()}}, "
-        f"and pass what that holds then to module.load_state_dict(..., assign=True)",
-        key=f"{key}.{names[0]}",
-    )
+def _check_nested(state_dict: Any, path: Path, state: Any, stored: Stored) -> None:
+    """Raises if the state of a module or optimizer within containers can't be loaded into it."""
+    name = _name(path)
+    for end in range(1, len(path)):
+        container = _at(state_dict, path[:end])
+        if not isinstance(container, tuple) and not hasattr(type(container), "__setitem__"):
+            raise UnsupportedValueError(
+                f"{name!r} sits in a {type(container).__qualname__}, in which a loaded value can't "
+                f"be put: use a dict or a list",
+                key=name,
+            )
+    is_pickled = name in stored.names and stored.value(name).dtype is None
+    if is_pickled and (state is None or flatten({name: state}).names != [name]):
+        keys = "".join(f"[{key!r}]" for key in path)
+        raise StateDictError(
+            f"expected the values of {name!r}, found one pickled object, as DCP and earlier "
+            f"versions save what is within containers. If you trust the file, load with None in "
+            f"its place and LoadOptions(weights_only=False): what state{keys} is then has a "
+            f"state_dict() for the load_state_dict of yours",
+            key=name,
+        )
 
 
 def asked_names(state_dict: Mapping[str, Any], index: Mapping[str, int]) -> Mapping[str, int]:
@@ -272,14 +320,14 @@ def asked_names(state_dict: Mapping[str, Any], index: Mapping[str, int]) -> Mapp
         StateDictError: Two values of the checkpoint have the same name without wrappers.
     """
     modules = _modules(state_dict)
-    owners = {key: ModuleNames(module) for key, module in modules.items()}
-    for key, value in state_dict.items() if modules else ():
+    names = {key: ModuleNames(module) for key, module in modules.items()}
+    for path, value in _owners(state_dict).items() if modules else ():
         if isinstance(value, torch.optim.Optimizer):
             module_key = naming_module(value, modules)
             if module_key is not None:
                 for part in ("state", "param_groups"):
-                    owners[f"{key}.{part}"] = owners[module_key]
-    return renamed(index, owners)
+                    names[f"{_name(path)}.{part}"] = names[module_key]
+    return renamed(index, names)
 
 
 def must_be_taken(
@@ -295,9 +343,15 @@ def must_be_taken(
     """
     if strict is not None:
         return unexpected if strict else ()
-    kinds = (nn.Module, torch.optim.Optimizer)
-    whole = [str(key) for key, value in state_dict.items() if isinstance(value, kinds)]
+    whole = owner_names(state_dict)
     return [name for name in unexpected if below(name, whole)] if whole else ()
+
+
+def owner_names(state_dict: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the modules and optimizers at any depth of a state dict."""
+    kinds = (nn.Module, torch.optim.Optimizer)
+    owners = _owners(state_dict).items()
+    return [_name(path) for path, value in owners if isinstance(value, kinds)]
 
 
 def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
@@ -314,98 +368,10 @@ def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
     """
     return frozenset(
         f"{key}.{name}"
-        for key, value in state_dict.items()
-        if isinstance(value, nn.Module)
+        for key, value in _modules(state_dict).items()
         for name, parameter in ModuleNames(value).parameters()
         if not parameter.requires_grad
     )
-
-
-class _Model:
-    """Adapter of a module, by the names that it has without wrappers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._names: dict[str, str] = {}
-        self._metadata: Any = None
-        self._key, self._without_memory = "", list[str]()
-
-    def check_memory(
-        self,
-        key: str,
-        tensors: Mapping[str, torch.Tensor],
-        stored: Stored,
-        prefixes: Sequence[str],
-    ) -> None:
-        """Raises if torch's `Module.load_state_dict` would skip tensors, as it does on `meta`."""
-        skipped = [
-            name
-            for name, tensor in tensors.items()
-            if tensor.is_meta and (full := f"{key}.{name}") in stored.names
-            if not prefixes or below(full, prefixes)
-        ]
-        if not skipped or not gives_torchs(self._module, nn.Module, "load_state_dict"):
-            return
-        own = {prefix for prefix, each in self._module.named_modules() if _may_give_memory(each)}
-        if refused := [name for name in skipped if "" not in own and not below(name, own)]:
-            raise _on_meta(key, refused)
-        self._key, self._without_memory = key, skipped
-
-    def state_dict(self) -> dict[str, Any]:
-        with sharded_state(self._module):
-            own = self._module.state_dict()
-        self._names = ModuleNames(self._module).by_clean_name(own)
-        self._metadata = getattr(own, "_metadata", None)
-        return {name: own[each] for name, each in self._names.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = OrderedDict((self._names.get(name, name), one) for name, one in state_dict.items())
-        if self._metadata is not None:
-            # Why: without it a class takes what it gets for state of an older version.
-            own._metadata = self._metadata  # type: ignore[attr-defined]
-        with sharded_state(self._module):
-            self._module.load_state_dict(own)
-        held = self._module.state_dict() if self._without_memory else {}
-        if still := [name for name in self._without_memory if held[self._names[name]].is_meta]:
-            raise _on_meta(self._key, still)
-
-
-def _find_stateful(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:
-    """Returns the object that receives the state of a value, and the state to load into.
-
-    Of the two forms of a module, the one with more names in the checkpoint is chosen.
-    """
-    best: tuple[Stateful, Any] = part, part.state_dict()
-    if isinstance(value, LRScheduler):
-        # Why: a scheduler of others has their lists of tensors until its first step.
-        return part, _own_tensors(best[1])
-    if isinstance(part, _Model):
-        most = -1
-        for form in (part, value):
-            state = best[1] if form is part else form.state_dict()
-            names = flatten({key: state}).names
-            num_found = sum(name in stored.names for name in names)
-            if num_found > most:
-                best, most = (form, state), num_found
-            if num_found == len(names):
-                break
-        return best[0], _with_shapes(key, best[1], stored)
-    return best
-
-
-def _with_shapes(key: str, state: Any, stored: Stored) -> Any:
-    """Returns the state of a module with tensors of the stored shapes for those of lazy modules.
-
-    A lazy module takes the shapes of what its `load_state_dict` gets.
-    """
-    if not any(map(is_lazy, state.values())):
-        return state
-    return {
-        name: torch.empty(stored.value(full).shape, dtype=value.dtype, device=value.device)
-        if is_lazy(value) and (full := f"{key}.{name}") in stored.names
-        else value
-        for name, value in state.items()
-    }
 
 
 def _own_tensors(value: Any) -> Any:
@@ -422,21 +388,104 @@ def _own_tensors(value: Any) -> Any:
 
 
 def _part(value: Any, modules: Mapping[str, nn.Module]) -> Any:
-    """Returns the object that provides and receives the state of a value; None for plain values."""
-    # Why first: the protocol check costs 5 us, and most values of a flat state dict are tensors.
-    if type(value) in _NEVER or not isinstance(value, Stateful):
-        return None
-    if isinstance(value, nn.Module) and gives_torchs(value, nn.Module):
-        return _Model(value)
+    """Returns the object that provides and receives the state of a `Stateful` value."""
+    if isinstance(value, nn.Module):
+        return ModuleState(value, lambda each: type(each) is PerRank)
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_part(value, modules)
     return value
 
 
+Path = tuple[Any, ...]
+"""Keys of mappings and indices of lists and tuples that lead to a value."""
+
+_OWNERS = (nn.Module, torch.optim.Optimizer, LRScheduler)
+"""What is treated at any depth as on the top level. As in DCP, other `Stateful` values are objects
+within containers."""
+_LEAVES = (_NEVER - {dict, list}) | {type(None), bytes, torch.Size}
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _owners(state_dict: Mapping[str, Any]) -> dict[Path, Any]:
+    """Returns the modules, optimizers and schedulers at any depth of a state dict, by their paths.
+
+    Mappings, lists and tuples are searched, keys of mappings in sorted order.
+    """
+    found: dict[Path, Any] = {}
+    on_path: set[int] = set()
+
+    def search(container: Any, path: Path) -> None:
+        if id(container) in on_path or len(path) > MAX_DEPTH:
+            return  # `flatten` refuses a state dict that contains itself.
+        on_path.add(id(container))
+        is_mapping = isinstance(container, Mapping)
+        for key in _sorted_keys(container) if is_mapping else range(len(container)):
+            value = container[key]
+            if type(value) in _LEAVES:
+                continue
+            if isinstance(value, _OWNERS):
+                found[(*path, key)] = value
+            elif isinstance(value, (Mapping, list, tuple)):
+                search(value, (*path, key))
+        on_path.discard(id(container))
+
+    search(state_dict, ())
+    return found
+
+
+def _of_key(key: Any, state_dict: Mapping[str, Any], owners: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns the values with a state of their own at or below a key, by their paths."""
+    value = state_dict[key]
+    if some := {path: each for path, each in owners.items() if path[0] == key}:
+        return some
+    # Why first: the protocol check costs 5 us, and most values of a flat state dict are tensors.
+    is_stateful = type(value) not in _NEVER and isinstance(value, Stateful)
+    return {(key,): value} if is_stateful else {}
+
+
+def _replaced(container: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Returns a container with other values at some paths; without them where they are `_LEFT_OUT`.
+
+    Only containers on the way to these are copied: mappings as dicts, lists and tuples as lists.
+    """
+    inner = {each[: len(path) + 1] for each in values if each[: len(path)] == path}
+    if not inner:
+        return container
+
+    def at(key: Any, value: Any) -> Any:
+        here = (*path, key)
+        if here in values:
+            return values[here]
+        return _replaced(value, values, here) if here in inner else value
+
+    if isinstance(container, Mapping):
+        made = {key: at(key, value) for key, value in container.items()}
+        return {key: value for key, value in made.items() if value is not _LEFT_OUT}
+    # Why not left out of a list: the others keep their places. Nothing is loaded into a mapping
+    # that is empty.
+    some = [at(index, value) for index, value in enumerate(container)]
+    return [{} if value is _LEFT_OUT else value for value in some]
+
+
+_LEFT_OUT = object()
+
+
+def _at(container: Any, path: Path) -> Any:
+    for key in path:
+        container = container[key]
+    return container
+
+
 def _modules(state_dict: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Returns the modules at any depth of a state dict, by their names."""
+    owners = _owners(state_dict).items()
+    found = [(path, v) for path, v in owners if isinstance(v, nn.Module)]
     # Why sorted: names must not depend on the order in which a user passes modules.
-    found = [(str(key), v) for key, v in state_dict.items() if isinstance(v, nn.Module)]
-    return dict(sorted(found, key=lambda one: one[0]))
+    found.sort(key=lambda one: (len(one[0]), _name(one[0])))
+    return {_name(path): value for path, value in found}
 
 
 def check_mapping(state_dict: object) -> None:

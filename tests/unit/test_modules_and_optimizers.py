@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections import Counter
+import re
+import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+import torchmetrics
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
-from ray_dcp.errors import StateDictError, UnsupportedValueError
+from ray_dcp.errors import ShapeMismatchError, StateDictError, UnsupportedValueError
 from tests.support import wrapping
 
 Wrap = Any
@@ -591,3 +598,333 @@ def test_values_whose_names_differ_by_a_wrapper_s_part_alone_are_refused_by_name
     assert model.weight.equal(before)
     load({"model": model}, tmp_path, strict=False, key_map={"model.module.weight": "old"})
     assert model.weight.equal(one)
+
+
+# --- state that its owner takes -------------------------------------------------------------------
+
+
+class Extra(nn.Module):
+    """A module with an extra state of any form."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Registers(nn.Module):
+    """A module that registers its buffer as long as it is loaded."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("history", None if length is None else torch.arange(float(length)))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.register_buffer("history", torch.zeros_like(state_dict[prefix + "history"]))
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+class Hooked(Registers):
+    """The same by a hook."""
+
+    _load_from_state_dict = nn.Module._load_from_state_dict  # type: ignore[assignment]
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.register_load_state_dict_pre_hook(
+            lambda own, state, prefix, *_: own.register_buffer(
+                "history", torch.zeros_like(state[prefix + "history"])
+            )
+        )
+
+
+def metric(cls: Any, *updates: Any, **how: Any) -> nn.Module:
+    made: nn.Module = cls(**how)
+    made.persistent(True)
+    for update in updates:
+        made.update(*update)
+    return made
+
+
+def binary(*updates: Any) -> nn.Module:
+    return metric(torchmetrics.AUROC, *updates, task="binary")
+
+
+one, two = torch.tensor([0.25]), torch.tensor([0.5, 0.75])
+OWNED: dict[str, tuple[nn.Module, nn.Module]] = {
+    "bytes that grew": (Extra(torch.full((3000,), 7, dtype=torch.uint8)), Extra(one.byte())),
+    "a dict that grew": (Extra({"h": two, "n": {"x": [one, two]}, 1: 5}), Extra({"h": one[:0]})),
+    "None that became a dict": (Extra({"h": two}), Extra(None)),
+    "a dict that became None": (Extra(None), Extra({"h": two})),
+    "an empty dict": (Extra({}), Extra({"h": two})),
+    "empty values": (Extra({"a": {}, "b": [], "c": None}), Extra({"h": two})),
+    "a list of tensors": (Extra([one, two]), Extra([])),
+    "another dtype": (Extra(torch.arange(3)), Extra(torch.zeros(3))),
+    "a history": (Registers(50), Registers(0)),
+    "a shorter history": (Registers(3), Registers(50)),
+    "a buffer that was none": (Registers(5), Registers(None)),
+    "a buffer by a hook": (Hooked(50), Hooked(0)),
+    "a list of a metric": (
+        metric(torchmetrics.CatMetric, (one,), (two,)), metric(torchmetrics.CatMetric),
+    ),
+    "a reset metric": (metric(torchmetrics.CatMetric), metric(torchmetrics.CatMetric, (two,))),
+    "scores and labels": (binary((two, torch.tensor([0, 1]))), binary()),
+    "a collection": (
+        torchmetrics.MetricCollection([binary((two, torch.tensor([0, 1])))]),
+        torchmetrics.MetricCollection([binary()]),
+    ),
+}  # fmt: skip
+
+
+def same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and value.equal(other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(same, value, other))
+    return bool(value == other)
+
+
+@pytest.mark.parametrize("wrap", ["bare", "compiled DDP", "within"])
+@pytest.mark.parametrize("case", OWNED)
+def test_state_that_its_owner_takes_is_given_as_it_was_saved(case: str, wrap: str, tmp_path: Path):
+    """`torch.save` of the same state is what must be equal."""
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        inside = nn.Sequential(nn.Linear(1, 1), copy.deepcopy(module))
+        return {"bare": bare, "within": WRAPS["compile"]}.get(wrap, WRAPS["compiled DDP"])(
+            copy.deepcopy(module) if wrap == "bare" else inside
+        )
+
+    trained, fresh = OWNED[case]
+    state, other, oracle = wrapped(trained), wrapped(fresh), wrapped(fresh)
+    torch.save(state.state_dict(), tmp_path / "oracle.pt")
+    oracle.load_state_dict(torch.load(tmp_path / "oracle.pt", weights_only=False))
+    save({"model": state}, tmp_path)
+    for options in ({}, {"resize": {"*": 0}}):
+        load({"model": other}, tmp_path, **options)
+        assert same(dict(other.state_dict()), dict(oracle.state_dict()))
+        other = wrapped(fresh)
+
+
+def test_a_class_that_does_not_take_another_shape_is_refused_before_anything_changes(
+    tmp_path: Path,
+):
+    class Same(nn.Linear):
+        calls = 0
+
+        def _load_from_state_dict(self, *more: Any) -> None:
+            self.calls += 1
+            super()._load_from_state_dict(*more)
+
+    save({"a": torch.ones(2), "model": nn.Sequential(Same(2, 3)), "z": torch.ones(2)}, tmp_path)
+    model = nn.Sequential(Same(2, 2))
+    state: dict[str, Any] = {"a": torch.zeros(2), "model": model, "z": torch.zeros(2)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ShapeMismatchError, match=r"'model\.0\.weight' is saved as \(3, 2\)"):
+        load(state, tmp_path)
+    assert same(dict(model.state_dict()), before)
+    assert model[0].calls == 0
+    assert not state["a"].any()
+    assert not state["z"].any()
+
+
+def test_a_module_that_knows_versions_gets_what_it_saved_as_of_its_own_version(tmp_path: Path):
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(
+            self, state_dict: Any, prefix: str, metadata: Any, *more: Any
+        ) -> None:
+            if metadata.get("version", 1) < 2:
+                state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+            super()._load_from_state_dict(state_dict, prefix, metadata, *more)
+
+    for wrap in ("bare", "compiled DDP"):
+        state, other = (WRAPS[wrap](nn.Sequential(Versioned(2, 2))) for _ in range(2))
+        save({"model": state}, tmp_path)
+        load({"model": other}, tmp_path)
+        assert same(dict(other.state_dict()), dict(state.state_dict()))
+
+
+def with_head(num_classes: int, seed: int, *, stepped: bool) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    layers = {"body": nn.Linear(4, 4), "head": nn.Linear(4, num_classes)}
+    state = {"model": nn.Sequential(OrderedDict(layers))}
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
+    if stepped:
+        step(state)
+    return state
+
+
+@pytest.mark.parametrize("wrap", ["bare", "compile"])
+def test_the_error_of_a_new_head_says_what_loads_the_rest(wrap: str, tmp_path: Path):
+    saved = with_head(3, 1, stepped=True)
+    ray_dcp.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    other = with_head(5, 2, stepped=False)
+    head = other["model"].head.weight.detach().clone()
+    target = {**other, "model": WRAPS[wrap](other["model"])}
+    with pytest.raises(ShapeMismatchError, match="prefixes") as told:
+        load(target, tmp_path)
+    advice = re.search(r"LoadOptions\((strict=False, key_map=.*? else name)\)", str(told.value))
+    assert advice
+    load(target, tmp_path, **eval(f"dict({advice[1]})"))
+    assert other["model"].body.weight.equal(saved["model"].body.weight)
+    assert other["model"].head.weight.equal(head)
+    moments = [each["optimizer"].state[each["model"].body.weight] for each in (saved, other)]
+    assert same(moments[0], moments[1])
+    step(other)
+    other = with_head(5, 2, stepped=False)
+    load({"model": other["model"]}, tmp_path, prefixes=["model.body"])
+    assert other["model"].body.weight.equal(saved["model"].body.weight)
+
+
+def test_resize_does_not_drop_all_of_a_value(tmp_path: Path):
+    save({"history": torch.arange(50)}, tmp_path)
+    with pytest.raises(ShapeMismatchError, match="takes nothing of it"):
+        load({"history": torch.zeros(0, dtype=torch.int64)}, tmp_path, resize={"history": 0})
+
+
+def test_what_a_module_raises_is_an_error_of_ours_with_its_cause_in_a_note(tmp_path: Path):
+    class Fussy(Extra):
+        def set_extra_state(self, state: Any) -> None:
+            raise LookupError("no such thing")
+
+    save({"model": Extra(3)}, tmp_path)
+    with pytest.raises(StateDictError, match=r"Fussy.*'model'.*LookupError: no such") as told:
+        load({"model": Fussy(3)}, tmp_path)
+    assert any("in set_extra_state" in note for note in told.value.__notes__)
+
+
+# --- modules and optimizers within containers -----------------------------------------------------
+
+
+def nested(seed: int) -> dict[str, Any]:
+    """Returns models and optimizers in mappings, lists and tuples, and all of them again."""
+    one, two, three = (plain(seed + number, lr=0.1 + seed) for number in range(3))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(one["optimizer"], 0.5)
+    return {
+        "train": {
+            **one,
+            "scheduler": scheduler,
+            "more": [{"ema": two["model"]}, seed, torch.full((2,), seed)],
+        },
+        "both": (two["optimizer"], three["model"], {"step": seed, 5: three["optimizer"]}),
+        "plain": {"x": torch.full((2,), seed), "y": [seed]},
+    }
+
+
+def parts(state: dict[str, Any]) -> dict[str, Any]:
+    train, both = state["train"], state["both"]
+    return {
+        "a": {"model": train["model"], "optimizer": train["optimizer"]},
+        "b": {"model": train["more"][0]["ema"], "optimizer": both[0]},
+        "c": {"model": both[1], "optimizer": both[2][5]},
+    }
+
+
+def trained_parts(state: dict[str, Any]) -> dict[str, Any]:
+    for each in parts(state).values():
+        step(each, 2)
+    state["train"]["scheduler"].step()
+    return state
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "planner", "manager"])
+def test_modules_and_optimizers_within_containers_change_in_place(way: str, tmp_path: Path):
+    class Own(DefaultSavePlanner):
+        pass
+
+    class OwnLoad(DefaultLoadPlanner):
+        pass
+
+    state, other = trained_parts(nested(1)), nested(2)
+    held, tensors = parts(other), (other["train"]["more"][2], other["plain"]["x"])
+    both, more = other["both"], other["train"]["more"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if way == "manager":
+            with ray_dcp.CheckpointManager(tmp_path / "run", no_dist=True) as manager:
+                manager.save(1, state)
+                manager.restore(1, other)
+        else:
+            planner = Own() if way == "planner" else None
+            how = {"checkpoint_id": tmp_path / "c", "no_dist": True, "planner": planner}
+            saved = (ray_dcp.async_save if way == "async_save" else ray_dcp.save)(state, **how)
+            if way == "async_save":
+                saved.result()
+            how["planner"] = OwnLoad() if planner else None
+            ray_dcp.load(other, **how)
+    assert not [str(each.message) for each in warned if "object" in str(each.message)]
+    assert other["train"]["more"] is more
+    for name, each in parts(other).items():
+        assert all(each[key] is held[name][key] for key in each)
+        assert of_all(each) == of_all(parts(state)[name])
+    assert other["train"]["more"][2] is tensors[0]
+    assert other["plain"]["x"] is tensors[1]
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1], [1, 1]]
+    assert [other["train"]["more"][1], *other["plain"]["y"]] == [1, 1]
+    assert other["both"] is both
+    assert other["both"][2]["step"] == 1
+    assert other["train"]["scheduler"].state_dict() == state["train"]["scheduler"].state_dict()
+    for each in (state, other):
+        trained_parts(each)
+    assert of_all(parts(other)["a"]) == of_all(parts(state)["a"])
+
+
+def test_modules_within_containers_have_the_names_of_their_states(tmp_path: Path):
+    """So that stock DCP loads them into states, and its files are loaded into modules."""
+    state = {"train": {"models": [plain(1)["model"]]}}
+    save(state, tmp_path)
+    target = {"train": {"models": [plain(2)["model"].state_dict()]}}
+    stock.load(target, checkpoint_id=tmp_path / "c")
+    assert same(target["train"]["models"][0], dict(state["train"]["models"][0].state_dict()))
+    stock.save(target, checkpoint_id=tmp_path / "stock")
+    other = {"train": {"models": [plain(3)["model"]]}}
+    ray_dcp.load(other, checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert of_all({"m": other["train"]["models"][0]}) == of_all({"m": state["train"]["models"][0]})
+    only = {"train": {"models": [plain(4)["model"]]}, "other": {"x": plain(5)["model"]}}
+    before = of_all(only["other"])
+    load(only, tmp_path, prefixes=["train.models.0.0"])
+    assert only["train"]["models"][0][0].weight.equal(state["train"]["models"][0][0].weight)
+    assert not only["train"]["models"][0][2].weight.equal(state["train"]["models"][0][2].weight)
+    assert of_all(only["other"]) == before
+    smaller = {"train": {"models": [nn.Sequential(nn.Linear(4, 6))]}}
+    with pytest.raises(StateDictError, match=r"'train\.models\.0\.2\.weight'"):
+        load(smaller, tmp_path)
+
+
+def test_pickled_modules_within_containers_are_refused_with_what_loads_them(tmp_path: Path):
+    """Stock DCP saves them so, and so did versions before."""
+    state = {"train": plain(1)}
+    step(state["train"])
+    stock.save(state, checkpoint_id=tmp_path / "c")
+    other = {"train": plain(2)}
+    before = of_all(other["train"])
+    with pytest.raises(
+        StateDictError, match=r"'train\.model'.*weights_only=False.*state\['train'\]"
+    ):
+        load(other, tmp_path)
+    with pytest.raises(StateDictError, match=r"'train\.model'"):
+        load(other, tmp_path, weights_only=False)
+    assert of_all(other["train"]) == before
+    objects: dict[str, Any] = {"train": {"model": None, "optimizer": None}}
+    load(objects, tmp_path, weights_only=False)
+    for key, value in objects["train"].items():
+        other["train"][key].load_state_dict(value.state_dict())
+    assert of_all(other["train"]) == of_all(state["train"])
+
+
+def test_a_module_in_a_mapping_that_can_not_change_is_refused_by_name(tmp_path: Path):
+    state = {"train": MappingProxyType({"model": plain(1)["model"]})}
+    save(state, tmp_path)
+    with pytest.raises(UnsupportedValueError, match=r"'train\.model' sits in a mappingproxy"):
+        load(state, tmp_path)
