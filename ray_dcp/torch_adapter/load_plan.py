@@ -276,10 +276,11 @@ class Placing:
         left_out = dict.fromkeys(
             f"{layer}." if "." in layer else name for layer, name in zip(layers, names, strict=True)
         )
+        shown = tuple(left_out) if len(left_out) > 1 else repr(*left_out)
         return (
             f". Use targets of the saved shapes; or leave these out, as for a layer that is new, "
             f"with LoadOptions(strict=False, key_map=lambda name: None if name.startswith("
-            f"{tuple(left_out)}) else name), or by naming all others in LoadOptions(prefixes=[...])"
+            f"{shown}) else name), or by naming all others in LoadOptions(prefixes=[...])"
             f"; or load the part that both have with LoadOptions(resize={{name: dim}})"
         )
 

@@ -210,7 +210,7 @@ def stateful_to_state_dict(
 def group_identities_of(
     state_dict: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[tuple[str, ...], list[str]]:
-    """Returns the `group_identities` of the optimizers of a state dict, by the texts of their paths.
+    """Returns the `group_identities` of the optimizers of a state dict, by their paths as texts.
 
     Args:
         state_dict: The user's argument of `save`.
