@@ -223,7 +223,7 @@ def capture_with_planner(
     """
     hooks = _PlannerHooks(planner, group.rank)
 
-    identities: dict[str, list[str]] = {}
+    identities: dict[tuple[str, ...], list[str]] = {}
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
