@@ -10,6 +10,7 @@ object while it trains:
   states. It skips the data and restores these as from a checkpoint of its own.
 * `_load_from_checkpoint` leaves that folder alone: weights, optimizer and scheduler are loaded by
   the manager in `on_train_begin`, when all of them exist.
+* `_run_epoch` trains nothing if the restored run had ended.
 * `_maybe_log_save_evaluate` is followed by the save, so that a step is saved with what the Trainer
   logged and evaluated at it.
 * `_finalize_training` counts the losses and the time from before the restart too.
@@ -31,12 +32,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from ray_dcp.conversion import read_state_dict
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+)
 from ray_dcp.exporting import export
+from ray_dcp.format.names import check_file_key
 from ray_dcp.manager.collective_actions import RestoreReport
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.policies import rankings
@@ -240,6 +246,12 @@ class RayDcpCallback(TrainerCallback):
             original(*args, **kwargs)
             self._save(run)
 
+        def run_epoch(original: Any, *args: Any, **kwargs: Any) -> None:
+            if run.saved is not None and _has_ended(trainer):
+                trainer.control.should_training_stop = True
+                return
+            original(*args, **kwargs)
+
         def finalize(original: Any, trial: Any, num_samples: Any, start_time: float) -> Any:
             if run.saved is not None and run.saved.has_loop:
                 # Why: the losses of all sessions are divided by the steps of all sessions, and
@@ -252,6 +264,7 @@ class RayDcpCallback(TrainerCallback):
         hooks.callback(setattr, self, "_run", None)
         hooks.enter_context(_extended(trainer, "_load_from_checkpoint", load_from_checkpoint))
         hooks.enter_context(_extended(trainer, "_maybe_log_save_evaluate", log_save_evaluate))
+        hooks.enter_context(_extended(trainer, "_run_epoch", run_epoch))
         hooks.enter_context(_extended(trainer, "_finalize_training", finalize))
 
     def _save(self, run: _Run) -> None:
@@ -333,15 +346,20 @@ class _Saved:
             trainer: The Trainer.
         """
         (folder / STATE_FILE).write_text(json.dumps(dict(self.state)), encoding="utf-8")
-        for name, content in self.rank.get("rng", {}).items():
-            (folder / name).write_bytes(content)
+        _write_files(folder, self.rank.get("rng", {}))
         for name, states in (self.state.get("stateful_callbacks") or {}).items():
-            each = (one for one in trainer.callback_handler.callbacks if _name_of(one) == name)
+            each = (
+                one
+                for one in trainer.callback_handler.callbacks
+                if isinstance(one, ExportableState) and type(one).__name__ == name
+            )
             for callback, one in zip(
                 each, states if isinstance(states, list) else [states], strict=False
             ):
-                for attribute, value in one.get("attributes", {}).items():
-                    setattr(callback, attribute, value)
+                # Why only known ones: the names come from a file.
+                for attribute in callback.state().get("attributes", {}):
+                    if attribute in one.get("attributes", {}):
+                        setattr(callback, attribute, one["attributes"][attribute])
 
     def restore_loop(self, trainer: Any) -> None:
         """Restores what the Trainer has reset since: scaler, losses and counts."""
@@ -396,12 +414,13 @@ def export_pretrained(
 
     Raises:
         InvalidRequestError: Something else saved the checkpoint.
+        UnsafeCheckpointError: The name of a file leaves the folder.
         CheckpointError: As `ray_dcp.export`.
     """
-    found = read_state_dict(checkpoint_id, include=("trainer.files.*",))
+    files = read_state_dict(checkpoint_id, include=("trainer.files.*",))["trainer"]["files"]
+    _check_files(files)
     export(checkpoint_id, path, "hf", include=("model.*",), strip_prefix="model.", dtype=dtype)
-    for name, content in found["trainer"]["files"].items():
-        (Path(path) / name).write_bytes(content)
+    _write_files(Path(path), files)
 
 
 def _state_of(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
@@ -458,7 +477,32 @@ def _pretrained_files(trainer: Any) -> dict[str, bytes]:
 
 
 def _contents(folder: str) -> dict[str, bytes]:
-    return {each.name: each.read_bytes() for each in Path(folder).iterdir() if each.is_file()}
+    files = [each for each in Path(folder).rglob("*") if each.is_file()]
+    return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
+
+
+def _check_files(files: Mapping[str, Any]) -> None:
+    """Checks that files of a checkpoint stay in the folder that they are written to.
+
+    Raises:
+        UnsafeCheckpointError: The name of a file leaves the folder.
+        DamagedCheckpointError: A file has no bytes.
+    """
+    for name, content in files.items():
+        check_file_key(name)
+        if not isinstance(content, bytes):
+            raise DamagedCheckpointError(
+                f"expected bytes as the file {name!r} of a Trainer, found a "
+                f"{type(content).__name__}; export a step that a RayDcpCallback saved"
+            )
+
+
+def _write_files(folder: Path, files: Mapping[str, Any]) -> None:
+    _check_files(files)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 @contextmanager
@@ -481,6 +525,20 @@ def _extended(trainer: Any, name: str, function: Callable[..., Any]) -> Iterator
             setattr(trainer, name, before)
 
 
+def _has_ended(trainer: Any) -> bool:
+    """Returns whether there is no step left: the Trainer itself looks only after one more step.
+
+    Why not by `control.should_training_stop`, as it was saved: a callback also sets it to stop for
+    a while, before its machine is taken away.
+    """
+    stopped = (
+        one.early_stopping_patience_counter >= one.early_stopping_patience
+        for one in trainer.callback_handler.callbacks
+        if isinstance(one, EarlyStoppingCallback)
+    )
+    return trainer.state.global_step >= trainer.state.max_steps or any(stopped)
+
+
 def _owner_of(callback: TrainerCallback) -> Any:
     """Returns the Trainer whose method is calling a callback.
 
@@ -498,7 +556,3 @@ def _owner_of(callback: TrainerCallback) -> Any:
         "callback.attach(trainer)",
         key="trainer",
     )
-
-
-def _name_of(callback: TrainerCallback) -> str:
-    return type(callback).__name__

@@ -16,11 +16,26 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 import ray_dcp
 from ray_dcp.cli.main import main as cli
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    UnsafeCheckpointError,
+)
 from ray_dcp.integrations.hf import RayDcpCallback, export_pretrained
 from ray_dcp.manager import CheckpointManager
 from tests.support import titan
@@ -137,7 +152,10 @@ def test_a_hugging_face_trainer_saves_and_goes_on_as_if_it_had_not_stopped(tmp_p
 
 
 def stopped_and_resumed(folder, step, *, every=2, **arguments):
-    """Returns what an undisturbed run has logged, and a resumed one; and the latter's manager."""
+    """Returns what an undisturbed run has logged, and a resumed one; and the latter's manager.
+
+    The latter also as it is started once more, after its end.
+    """
 
     def fit(name, *others):
         with CheckpointManager(folder / name, every, **hf_trainer.kept()) as manager:
@@ -149,7 +167,7 @@ def stopped_and_resumed(folder, step, *, every=2, **arguments):
     whole, _ = fit("whole")
     with pytest.raises(InterruptedError):
         fit("run", hf_trainer.StopAtStep(step, kills=False))
-    return whole, *fit("run")
+    return whole, *fit("run"), *fit("run")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +182,9 @@ def stopped_and_resumed(folder, step, *, every=2, **arguments):
     ids=str,
 )
 def test_a_resumed_hugging_face_trainer_logs_what_it_would_have_logged(tmp_path, arguments):
-    whole, resumed, manager = stopped_and_resumed(tmp_path, 7, **arguments)
+    whole, resumed, _, again, manager = stopped_and_resumed(tmp_path, 7, **arguments)
     assert resumed == whole
+    assert again == whole
     evaluated = {one["step"]: one["eval_loss"] for one in whole["log"] if "eval_loss" in one}
     for step in manager.all_steps():
         assert manager.step_info(step).metrics.get("eval_loss") == evaluated.get(step)
@@ -265,7 +284,12 @@ def test_a_step_of_a_hugging_face_trainer_becomes_a_pretrained_model(tmp_path):
     )
     with CheckpointManager(tmp_path / "run", chkpt_on_preemption=False) as manager:
         callbacks = [RayDcpCallback(manager)]
-        Trainer(model, arguments, train_dataset=[item] * 8, callbacks=callbacks).train()
+        words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+        words.pre_tokenizer = Whitespace()
+        words = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[UNK]")
+        Trainer(
+            model, arguments, train_dataset=[item] * 8, callbacks=callbacks, processing_class=words
+        ).train()
         path = manager.step_info(1).checkpoint_id
     export_pretrained(path, tmp_path / "model")
     found = BertForSequenceClassification.from_pretrained(tmp_path / "model")
@@ -273,6 +297,15 @@ def test_a_step_of_a_hugging_face_trainer_becomes_a_pretrained_model(tmp_path):
     for one, other in zip(model.parameters(), found.parameters(), strict=True):
         assert torch.equal(one, other)
     assert json.loads((tmp_path / "model" / "training_args.json").read_text())["max_steps"] == 1
+    words = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert words("a b")["input_ids"] == [1, 2]
+
+    hostile = {"model": model.state_dict(), "trainer": {"files": {"../outside": b"x"}}}
+    ray_dcp.save(hostile, checkpoint_id=tmp_path / "hostile", no_dist=True)
+    with pytest.raises(UnsafeCheckpointError):
+        export_pretrained(tmp_path / "hostile", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert not (tmp_path / "outside").exists()
 
 
 # --- torchtitan ---------------------------------------------------------------------------------
