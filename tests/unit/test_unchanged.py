@@ -361,6 +361,60 @@ def test_a_file_that_many_saves_linked_is_read_again_and_written_if_it_is_damage
     check_holds(path_of(tmp_path, 11), values_of({"model": model}))
 
 
+def test_a_damaged_item_marks_the_steps_that_have_it(tmp_path, monkeypatch):
+    model, items = Tuned(), {"model": Item(save_options=LINK), "other": Item()}
+
+    def save_step(step: int) -> None:
+        with CheckpointManager(tmp_path, 1, items=items, no_dist=True) as manager:
+            manager.save(step, {"model": {"net": model}, "other": {"x": torch.ones(2)}})
+
+    for step in (1, 2):
+        save_step(step)
+    flip_shared(tmp_path / "step-00000002" / "model")
+    new_process(monkeypatch)
+    save_step(3)
+    session_alone().history.wait()
+    found = {one.step: one.is_marked_damaged for one in ray_dcp.open_run(tmp_path) if one.step}
+    assert found == {1: True, 2: True, 3: False}
+    assert ray_dcp.verify(tmp_path / "step-00000003").ok
+
+
+def test_a_file_that_nobody_read_for_a_day_is_written(tmp_path, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(unchanged, "_now_s", lambda: now_s[0])
+    model, _ = a_run(tmp_path, 1)
+    links = []
+    for step in range(1, 5):
+        if step == 3:
+            session_alone().history.wait()
+            now_s[0] += sources.MOST_AGE_S
+        save(tmp_path, step, {"model": model})
+        links.append(shared(path_of(tmp_path, step - 1), path_of(tmp_path, step)))
+    assert links == [1, 1, 0, 1]
+
+
+def test_retention_keeps_the_newest_step_that_is_known_to_be_whole(tmp_path):
+    how: dict[str, Any] = {"no_dist": True, "retention": LatestN(1)}
+    path = tmp_path / "step-00000004"
+    with (
+        CheckpointManager(tmp_path, 1, **how) as manager,
+        CheckpointManager(tmp_path, read_only=True, no_dist=True) as reader,
+    ):
+        manager.save(2, state_of(2))
+        ray_dcp.save(state_of(3), checkpoint_id=tmp_path / "step-00000003")  # by who knows whom
+        with reader.reading(2), reader.reading(3):
+            manager.save(4, state_of(4))
+            manager.join()
+        flip(linked_file(path), 1000)
+        assert CliRunner().invoke(main, ["verify", "--mark", f"{tmp_path}@4"]).exit_code == 1
+        manager.join()
+        # 4 is damaged; of 3 this process knows nothing.
+        assert manager.all_steps() == [2, 3, 4]
+        manager.save(5, state_of(5))
+        manager.join()
+        assert manager.all_steps() == [4, 5]
+
+
 def test_a_file_that_can_not_be_read_in_time_is_written(tmp_path, monkeypatch):
     model, _ = a_run(tmp_path, 1)
     new_process(monkeypatch)
