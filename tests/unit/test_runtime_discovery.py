@@ -293,7 +293,8 @@ def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monke
 
 @pytest.mark.parametrize("name", ["get", "get_actor", "kill", "nodes", "put", "wait"])
 def test_no_call_starts_a_ray(name):
-    arguments = {"nodes": (), "get_actor": ("name", "namespace")}.get(name, ([],))
+    given = {"nodes": (), "get_actor": ("name", "namespace"), "put": ([], 1)}
+    arguments = given.get(name, ([],))
     with pytest.raises(RaySystemError, match="not been started"):
         getattr(ray_calls, name)(*arguments)
     assert not ray.is_initialized()
