@@ -42,6 +42,12 @@ from tests.support.programs.unchanged import LINK, WIDTH, Tuned, holds, inodes, 
 from tests.unit.test_async_inline import Gate, gate  # noqa: F401 - a fixture
 
 
+@pytest.fixture(autouse=True)
+def time_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a busy machine read what a new process may link, which it would write otherwise."""
+    monkeypatch.setattr(unchanged, "WAIT_S", 60.0)
+
+
 def save(root: Path, step: int, state: dict[str, Any], options: SaveOptions = LINK) -> Path:
     path = path_of(root, step)
     ray_dcp.save(state, checkpoint_id=path, options=options)
