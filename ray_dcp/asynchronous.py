@@ -142,7 +142,7 @@ def async_save(
         "async_save", checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner
     ) as log:
         route = decide_save(planner, storage_writer, checkpoint_id)
-        session = session_for(process_group, no_dist)
+        session = session_for(process_group, no_dist, options, saves=True)
         handle = run_async_save(
             route,
             session,

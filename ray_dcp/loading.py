@@ -129,7 +129,7 @@ def load(
         "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
     ) as log:
         route = decide_load(planner, reader, checkpoint_id)
-        session: Session = session_for(process_group, no_dist)
+        session: Session = session_for(process_group, no_dist, options)
         run = partial(run_load, log=log, progress=progress)
         try:
             return run(route, session, state_dict, options, checkpoint_id)
@@ -216,7 +216,7 @@ def load_newest(
     check_options(options, LoadOptions)
     with OperationLog("load_newest", checkpoint_id=run, planner=planner) as log:
         report = run_load_newest(
-            session := session_for(process_group, no_dist),
+            session := session_for(process_group, no_dist, options),
             state_dict,
             options or LoadOptions(),
             absolute_target(run),

@@ -35,7 +35,7 @@ from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.activity import Account, Activity
-from ray_dcp.runtime.discovery import current_session
+from ray_dcp.runtime.discovery import check_alone, current_session
 from ray_dcp.runtime.own_folders import OwnFolder, own_folder
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
@@ -125,7 +125,7 @@ def save(
         "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
     ) as log:
         route = decide_save(planner, writer, checkpoint_id)
-        session: Session = session_for(process_group, no_dist)
+        session: Session = session_for(process_group, no_dist, options, saves=True)
         folder = None
         if route.path != FOREIGN:
             folder = own_folder(session, target_of(route), route.apply(options or SaveOptions()))
@@ -167,7 +167,7 @@ def save_state_dict(
     warnings.warn("save_state_dict is deprecated: use ray_dcp.save", FutureWarning, stacklevel=2)
     with OperationLog("save_state_dict", storage_writer=storage_writer, planner=planner) as log:
         route = decide_save(planner, storage_writer, None)
-        session = session_for(process_group, no_dist)
+        session = session_for(process_group, no_dist, saves=True)
         if route.path == FOREIGN:
             storage_writer.reset()
         how: dict[str, Any] = {"coordinator_rank": coordinator_rank, "stateful": False, "log": log}
@@ -381,17 +381,29 @@ def capture_of(
     return lambda: checked_finite(take(), options, session.rank)
 
 
-def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> Session:
+def session_for(
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    options: SaveOptions | LoadOptions | None = None,
+    *,
+    saves: bool = False,
+) -> Session:
     """Returns the session of this rank, or an inline session for a single process.
 
     Args:
         process_group: As given to `save` or `load`.
         no_dist: As given to `save` or `load`.
+        options: As given to `save` or `load`; their `plan_timeout_s` bounds the first call.
+        saves: Whether the process saves.
 
     Raises:
-        CheckpointError: The session can't be created; see `current_session`.
+        CheckpointError: The session can't be created; see `current_session` and `check_alone`.
     """
-    session: Session = current_session(process_group, no_dist) or session_alone()
+    timeout_s = (options or SaveOptions()).plan_timeout_s
+    found = current_session(process_group, no_dist, timeout_s)
+    if found is None and not no_dist:
+        check_alone(saves=saves)
+    session: Session = found or session_alone()
     if session.rank == 0:
         _note_untried(torch.__version__)
     return session

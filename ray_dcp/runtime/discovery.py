@@ -6,19 +6,24 @@ decides: if it is in a Ray, or `RAY_ADDRESS` names one, all ranks use that one; 
 communicate over sockets. No Ray is ever started here.
 
 A rank that uses `connect` never takes part in the group's broadcast, and the other ranks would wait
-until the group's own timeout: `await_group` detects that in the job's store.
+until the group's own timeout: `await_group` detects that in the job's store. It also names the
+ranks that call nothing, within the deadline of the call.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import platform
 import secrets
 import sys
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -26,10 +31,11 @@ from ray_dcp.commit_protocol.error_aggregation import combine, name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.errors import (
     CheckpointError,
+    DeadlineError,
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.options import check_above_0, plain_integer
+from ray_dcp.options import SaveOptions, check_above_0, plain_integer
 from ray_dcp.runtime.rank_save import result_or_error
 from ray_dcp.runtime.session import (
     JOB_KEY,
@@ -37,6 +43,7 @@ from ray_dcp.runtime.session import (
     NAMESPACE,
     Session,
     announce_connect,
+    await_keys,
     group_name,
     job_store,
     named_address,
@@ -48,9 +55,8 @@ LOOK_S = 10.0
 """How long to wait for the other ranks, in seconds, before the store is read for whether they
 come."""
 
-LONGEST_S = 1800.0
-"""After this time, in seconds, the group's own collective names the missing ranks: torch's
-default."""
+FIRST_CALL_S = SaveOptions.plan_timeout_s
+"""How long to wait for the other ranks in a call without options, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +131,9 @@ def connect(
     return session
 
 
-def current_session(process_group: Any = None, no_dist: bool = False) -> Session | None:
+def current_session(
+    process_group: Any = None, no_dist: bool = False, timeout_s: float = FIRST_CALL_S
+) -> Session | None:
     """Returns this rank's session for a group, and creates it on the first call.
 
     The first call for a group is collective over that group; later ones are not. The session is
@@ -135,6 +143,7 @@ def current_session(process_group: Any = None, no_dist: bool = False) -> Session
     Args:
         process_group: A torch process group; None for the whole job.
         no_dist: Whether this process saves or loads alone.
+        timeout_s: How long the first call waits for the other ranks, in seconds.
 
     Returns:
         None for a process that is alone, which uses `InlineSession` without Ray.
@@ -142,6 +151,7 @@ def current_session(process_group: Any = None, no_dist: bool = False) -> Session
     Raises:
         InvalidRequestError: This process is not in the group.
         ParticipantError: Some rank can't join the session; raised on all ranks.
+        DeadlineError: Some rank called neither save nor load in time.
     """
     if no_dist:
         return None
@@ -149,7 +159,43 @@ def current_session(process_group: Any = None, no_dist: bool = False) -> Session
         return sessions.explicit
     if process_group is None and not may_be_distributed():
         return None
-    return session_of(process_group)
+    return session_of(process_group, timeout_s)
+
+
+def check_alone(*, saves: bool) -> None:
+    """Checks that a process without a group is not one of several of a launcher such as torchrun.
+
+    They would each save the whole of what they have to one path. Those with numbers above 0 are
+    refused, so that the checkpoint of rank 0 stands; a warning says what is missing.
+
+    Args:
+        saves: Whether the process saves; loads only warn.
+
+    Raises:
+        InvalidRequestError: The process has another number than 0, and saves.
+    """
+    world_size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    if not world_size.isdecimal() or int(world_size) <= 1 or _has_group():
+        return
+    told = (
+        f"this process is rank {rank or '?'} of {world_size} by RANK and WORLD_SIZE of its "
+        f"environment, but torch.distributed has no process group, so that each of them "
+        f"{'saves' if saves else 'loads'} alone. Call torch.distributed.init_process_group() "
+        f"before; or give no_dist=True, with a path of its own for each process that saves"
+    )
+    if saves and rank not in ("", "0"):
+        raise InvalidRequestError(
+            f"Expected a process group: {told}. Nothing was written, as all would overwrite each "
+            f"other",
+            rank=int(rank) if rank.isdecimal() else None,
+            key="no_dist",
+        )
+    warnings.warn(told, UserWarning, stacklevel=2)
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def may_be_distributed() -> bool:
@@ -195,14 +241,16 @@ def check_connect(address: Any, rank: Any, world_size: Any, name: Any) -> None:
         )
 
 
-def session_of(process_group: Any) -> Session | None:
+def session_of(process_group: Any, timeout_s: float = FIRST_CALL_S) -> Session | None:
     """Returns the session of a group, created on the first call; None if the process is alone.
 
     Args:
         process_group: A torch process group; None for the whole job.
+        timeout_s: How long to wait for the other ranks, in seconds.
 
     Raises:
         InvalidRequestError: This process is not in the group.
+        DeadlineError: Some rank called neither save nor load in time.
         RankDisagreementError: Another rank uses `connect`.
         ParticipantError: Some rank can't join the session.
     """
@@ -224,9 +272,11 @@ def session_of(process_group: Any) -> Session | None:
     with sessions.making(group):
         known, session = sessions.of(group)
         if not known:
-            if process_group is None:
-                ranks = dist.get_process_group_ranks(group)
-                await_group(job_store(), ranks, dist.get_rank())
+            if dist.get_rank(group) >= 0:
+                ranks, name = dist.get_process_group_ranks(group), getattr(group, "group_name", "")
+                await_group(
+                    job_store(), ranks, dist.get_rank(), timeout_s=timeout_s, name=str(name)
+                )
             session = _make(dist, group)
             sessions.set(group, session)
     return session
@@ -330,38 +380,59 @@ def connect_announced() -> Iterator[None]:
         raise
 
 
-def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
+_made: Counter[tuple[str, int]] = Counter()
+"""How many sessions of a group a rank has made. *Why*: what its ranks wrote for the last one is
+still in the store."""
+
+
+def await_group(
+    store: Any,
+    ranks: Sequence[int],
+    rank: int,
+    look_s: float = LOOK_S,
+    *,
+    timeout_s: float = FIRST_CALL_S,
+    name: str = "",
+) -> None:
     """Waits until all ranks of a group create their session, as long as they may still do so.
 
     Args:
-        store: The job's store; None if there is none to read.
+        store: A client of the job's store; None if there is none to read.
         ranks: Ranks of the group, as numbered in the default group.
         rank: This rank, as numbered in the default group.
-        look_s: Interval at which the store is read, in seconds.
+        look_s: Interval at which the store is read for ranks that use `connect`, in seconds.
+        timeout_s: Deadline for all ranks, in seconds.
+        name: Name of the group, the same on all ranks.
 
     Raises:
         RankDisagreementError: A rank that is awaited uses `connect`.
+        DeadlineError: A rank did not come in time.
     """
     if store is None:
         return
-    group = f"{JOB_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
-    store.set(f"{group}/{rank}", "group")
-    missing = [other for other in ranks if other != rank]
+    group = f"{JOB_KEY}/{name}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
+    made, group = (group, rank), f"{group}/{_made[group, rank]}"
+    store.set(f"{group}/{rank}", json.dumps(_place_of(rank)))
+    keys = {f"{group}/{other}": other for other in ranks if other != rank}
+    missing = [*keys]
     begin_s, is_logged = time.monotonic(), False
-    while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
+    while missing:
+        waited_s = time.monotonic() - begin_s
         if waited_s >= LONG_WAIT_S and not is_logged:
             logger.warning(
                 "Rank %d has waited %.0f s to make a session: %s of the process group called "
                 "neither save nor load. All ranks of a group have to",
                 rank,
                 waited_s,
-                name_ranks(missing),
+                name_ranks([keys[key] for key in missing]),
             )
             is_logged = True
-        if _all_set(store, [f"{group}/{other}" for other in missing], look_s):
-            return
-        missing = [other for other in missing if not store.check([f"{group}/{other}"])]
-        connected = [other for other in missing if store.check([f"{JOB_KEY}/connect/{other}"])]
+        if waited_s >= timeout_s:
+            found = [json.loads(store.get(key)) for key in {*keys} - {*missing}]
+            store.delete_key(f"{group}/{rank}")
+            raise _absent([keys[key] for key in missing], [_place_of(rank), *found], timeout_s)
+        missing = await_keys(store, missing, min(look_s, timeout_s - waited_s))
+        connected = [keys[k] for k in missing if store.check([f"{JOB_KEY}/connect/{keys[k]}"])]
         if connected:
             store.delete_key(f"{group}/{rank}")
             raise RankDisagreementError(
@@ -370,11 +441,41 @@ def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOO
                 f"connect on every rank, or on none",
                 rank=rank,
             )
+    _made[made] += 1
 
 
-def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
-    try:
-        store.wait(keys, timedelta(seconds=look_s))
-    except RuntimeError:  # torch's own timeout error is one, in every version
-        return False
-    return True
+_Place = Sequence[Any]
+"""Name of a host, and the numbers of the ranks there: the first, and the one after the last."""
+
+
+def _place_of(rank: int) -> _Place:
+    """Returns where this rank is, and which others are there as far as its launcher says."""
+    local, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if not (local.isdecimal() and ranks.isdecimal() and os.environ.get("RANK") == str(rank)):
+        return platform.node(), rank, rank + 1
+    first = rank - int(local)
+    return platform.node(), first, first + int(ranks)
+
+
+def _absent(missing: Sequence[int], places: Sequence[_Place], timeout_s: float) -> DeadlineError:
+    """Returns the error that names the ranks that did not come, with their hosts.
+
+    Args:
+        missing: The ranks.
+        places: Where the others are.
+        timeout_s: The deadline, in seconds.
+    """
+    of_host: dict[str, list[int]] = {}
+    for rank in missing:
+        hosts = [host for host, first, stop in places if first <= rank < stop]
+        of_host.setdefault(hosts[0] if hosts else "a host that no other rank is on", []).append(
+            rank
+        )
+    who = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in of_host.items())
+    return DeadlineError(
+        f"Expected all ranks of the process group to call save or load within {timeout_s:g} s "
+        f"(plan_timeout_s), but these did not: {who}. Every rank calls it, not rank 0 alone: take "
+        f"it out of `if rank == 0`, or give no_dist=True for what one process saves by itself. If "
+        f"they ended, their logs say why",
+        rank=missing[0],
+    )

@@ -39,7 +39,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -561,13 +561,47 @@ def job_place() -> tuple[Any, int | None]:
 
 
 def job_store() -> Any:
-    """Returns the store of torch's default process group; None if torch does not expose it."""
+    """Returns a client of the store of torch's default process group; None if there is none.
+
+    Each call returns a client of its own. *Why*: a client that waits holds a lock, without which
+    another thread can't write what this one waits for.
+    """
     try:
         from torch.distributed import distributed_c10d
     except ImportError:
         return None
     get = getattr(distributed_c10d, "_get_default_store", None)
-    return None if get is None else get()
+    store: Any = None if get is None else get()
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def await_keys(store: Any, keys: Sequence[str], timeout_s: float) -> list[str]:
+    """Waits for keys of a store; returns those that are not there in time.
+
+    *Why not the store's own `wait`*: without a client of its own a thread would block the others,
+    and torch logs a traceback of each wait that ends without the keys.
+
+    Args:
+        store: A client of the store.
+        keys: The keys.
+        timeout_s: How long to wait, in seconds.
+    """
+    missing, begin_s = [*keys], time.monotonic()
+    while missing:
+        if store.check(missing[:_CHECKED]):
+            del missing[:_CHECKED]
+            continue
+        waited_s = time.monotonic() - begin_s
+        if waited_s >= timeout_s:
+            return [key for key in missing if not store.check([key])]
+        # Why longer and longer: thousands of ranks may wait for one.
+        time.sleep(min(0.01 + waited_s / 10, _LONGEST_PAUSE_S, timeout_s - waited_s))
+    return []
+
+
+_CHECKED = 64
+"""Number of keys that are looked for at once."""
+_LONGEST_PAUSE_S = 1.0
 
 
 def announce_connect(connected: bool = True) -> None:

@@ -8,8 +8,9 @@ again within `RETURN_S` counts as dead.
 
 A rank whose connection closes connects again, and sends its unanswered messages again. If nothing
 listens any more, rank 0 has ended, and the session with it: operations in progress are settled on
-storage, and the next call fails by name. *Rejected:* to elect another coordinator, as the process
-group can't continue without rank 0 either.
+storage, and the next call fails by name. Connections that have not authenticated are bounded, so
+that strangers can't take the descriptors of rank 0. *Rejected:* to elect another coordinator, as
+the process group can't continue without rank 0 either.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import logging
 import os
 import pickle
 import platform
+import resource
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -40,13 +41,20 @@ from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.metrics import Performer
-from ray_dcp.runtime.session import LinkSession, closed_meanwhile
+from ray_dcp.runtime.session import LinkSession, await_keys, closed_meanwhile
 
 RETURN_S = 0.5
 """How long a rank whose connection closed may take to connect again, in seconds."""
 
 HANDSHAKE_S = 10.0
 """How long one end may take to authenticate, in seconds."""
+
+SERVED_S = 3.0
+"""The same for whoever connects to rank 0, in seconds; a rank that was late tries again."""
+
+MOST_STRANGERS = 256
+"""Most connections that have not authenticated, a quarter of them from one address; less where few
+files may be open."""
 
 EXIT_S = 10.0
 """How long the process of rank 0 waits at its exit until the other ranks have their answers, in
@@ -121,7 +129,8 @@ class Channel:
             for option in _OPTIONS:
                 sock.setsockopt(*option)
             channel = cls(sock, *await asyncio.open_connection(sock=sock, limit=_READ_BYTES))
-            await asyncio.wait_for(channel._authenticate(key, serves), HANDSHAKE_S)
+            limit_s = min(SERVED_S, HANDSHAKE_S) if serves else HANDSHAKE_S
+            await asyncio.wait_for(channel._authenticate(key, serves), limit_s)
         except BaseException:
             if channel is not None:
                 channel.close()
@@ -194,6 +203,9 @@ class _ServingLoop(CoordinatorLoop):
         super().__init__(performer=performer)
         self._server, self._key = server, key
         self.channels: dict[Member, Channel] = {}
+        self._strangers: dict[asyncio.Task[Channel], str] = {}
+        self._most_strangers = most_strangers()
+        self._num_refused, self._report_s = 0, 0.0
         self._resumed.set()
         self._start_task(self._check_silence())
         self._accepting = asyncio.ensure_future(self._accept())
@@ -201,18 +213,48 @@ class _ServingLoop(CoordinatorLoop):
     async def _accept(self) -> None:
         while True:
             try:
-                sock, _ = await self._loop.sock_accept(self._server)
+                sock, address = await self._loop.sock_accept(self._server)
             except OSError:  # no more descriptors
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            self._start_task(self._serve(sock))
+            self._admit(sock, str(address[0]))
+            # Why: as long as connections wait, nothing else would run, and none would be dropped.
+            await asyncio.sleep(0)
 
-    async def _serve(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        """Begins to authenticate a connection; drops the oldest one if there are too many.
+
+        *Why the oldest*: a rank needs milliseconds; who says nothing gives way to it.
+        """
+        task = asyncio.ensure_future(Channel.begin(sock, self._key, serves=True))
+        self._strangers[task] = host
+        self._start_task(self._serve(task, host))
+        others = [one for one, place in self._strangers.items() if place == host]
+        if len(others) > self._most_strangers // 4 or len(self._strangers) > self._most_strangers:
+            first = others[0] if len(others) > 1 else next(iter(self._strangers))
+            del self._strangers[first]
+            first.cancel()
+
+    def _report_refused(self, host: str, error: BaseException) -> None:
+        self._num_refused += 1
+        if self._loop.time() >= self._report_s:
+            text = "Refused %d connections to the coordinator, the last one from %s: %r"
+            logger.warning(text, self._num_refused, host, error)
+            self._num_refused, self._report_s = 0, self._loop.time() + _REPORT_EVERY_S
+
+    async def _serve(self, beginning: asyncio.Task[Channel], host: str) -> None:
         try:
-            channel = await Channel.begin(sock, self._key, serves=True)
+            channel = await beginning
         except CLOSED as error:
-            logger.warning("Refused a connection to the coordinator: %r", error)
+            self._report_refused(host, error)
             return
+        except asyncio.CancelledError as error:
+            if not beginning.cancelled():
+                raise  # this task was cancelled
+            self._report_refused(host, error)
+            return
+        finally:
+            self._strangers.pop(beginning, None)
         member: Member | None = None
         place = ""
         # Suppressed: the connection is closed.
@@ -266,6 +308,12 @@ class _ServingLoop(CoordinatorLoop):
         await asyncio.gather(*(channel.closed(left_s) for channel in self.channels.values()))
 
 
+def most_strangers() -> int:
+    """Returns how many connections may be open that have not authenticated."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_STRANGERS if soft == resource.RLIM_INFINITY else min(MOST_STRANGERS, soft // 4)
+
+
 class SocketCoordinator(LoopThread[_ServingLoop]):
     """The coordinator of one session, in a thread of rank 0's process, and rank 0's link to it.
 
@@ -309,6 +357,12 @@ class SocketCoordinator(LoopThread[_ServingLoop]):
 JOIN_S = 60.0
 """How long the ranks wait for each other while they connect, in seconds."""
 
+_TRIES = 4
+"""How often a rank tries to make its first connection."""
+
+_REPORT_EVERY_S = 60.0
+"""Interval at which refused connections are reported, in seconds."""
+
 _PAUSE_S = 0.2
 """Pause before another try to connect or to accept a connection, in seconds."""
 
@@ -343,8 +397,16 @@ class _Calling:
             OSError: No process listens there.
             TimeoutError: It does not answer.
         """
-        self.channel = await self._connect()
-        self._running = asyncio.ensure_future(self._run(self.channel))
+        for left in reversed(range(_TRIES)):
+            try:
+                channel = self.channel = await self._connect()
+                break
+            except (EOFError, ConnectionResetError, asyncio.TimeoutError):
+                # Why again: rank 0 drops connections that take long, where there are many.
+                if not left:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+        self._running = asyncio.ensure_future(self._run(channel))
 
     async def call(self, message: Any) -> Any:
         """Returns the answer to a message, which is sent again after a connection broke."""
@@ -593,7 +655,7 @@ def join_by_store(
     """Returns the connected session of a rank; every rank calls it.
 
     Args:
-        store: The job's store.
+        store: A client of the job's store.
         name: Name of the session.
         rank: This rank in the session.
         world_size: Number of ranks.
@@ -654,14 +716,15 @@ def _key(name: str) -> str:
 
 
 def _wait(store: Any, keys: Sequence[str], who: str, rank: int) -> None:
-    try:
-        store.wait([*keys], timedelta(seconds=JOIN_S))
-    except RuntimeError as error:  # torch's own timeout error is one, in every version
+    if missing := await_keys(store, keys, JOIN_S):
+        names = (
+            ", ".join(f"rank {key.rpartition('/')[2]}" for key in missing[:8]) if rank == 0 else who
+        )
         raise ParticipantError(
-            f"Expected {who} to come to the session within {JOIN_S:g} s, but: {error}. Look "
+            f"Expected {who} to come to the session within {JOIN_S:g} s, but {names} did not. Look "
             f"whether it lives, then call again",
             rank=rank,
-        ) from error
+        )
 
 
 def host_of(store: Any) -> str | None:

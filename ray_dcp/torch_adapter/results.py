@@ -32,7 +32,7 @@ from ray_dcp.format.metadata import ATTEMPT_ATTRIBUTE, encode_metadata
 from ray_dcp.io.checkpoint import checkpoint_from
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.tensors import dtype_of
-from ray_dcp.view.wording import seconds_text, size_text
+from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 _NAMES_SHOWN = 3
 
@@ -150,6 +150,19 @@ class CommittedMetadata(Metadata):
         data = self.__dict__.get("_manifest", b"")
         record = decode_record(data) if data else None
         return record.created_s if isinstance(record, Manifest) else None
+
+    def __repr__(self) -> str:
+        """Returns one line, without reading; that of torch's class has all tensors and chunks."""
+        known, parts = self.__dict__, []
+        data = known.get("_manifest", b"")
+        record = decode_record(data) if data else None
+        if isinstance(record, Manifest):
+            size, files = size_text(record.payload_bytes), count_text(len(record.files), "file")
+            parts += [count_text(record.num_tensors, "tensor"), f"{size} in {files}"]
+        elif "state_dict_metadata" in known:
+            parts.append(count_text(len(self.state_dict_metadata), "value"))
+        parts += [f"attempt {self.attempt}"] if self.attempt else []
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @classmethod
     def of(cls, target: Target, outcome: SaveOutcome) -> CommittedMetadata:

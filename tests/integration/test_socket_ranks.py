@@ -48,6 +48,50 @@ def test_ranks_save_and_load_resharded(num_ranks: int, tmp_path: Path, programs:
         assert ray_dcp.open(tmp_path / place).world_size == num_ranks
 
 
+def facts_of(what: str, folder: Path, programs: Programs, ranks: int) -> list[dict[str, Any]]:
+    """Returns what the ranks of a program tell that all end well."""
+    environment = plain_environment(LOCAL_WORLD_SIZE=str(ranks))
+    ended = programs.run(*SCRIPT, what, str(folder), ranks=ranks, env=environment)
+    assert [one.returncode for one in ended] == [0] * ranks, "\n".join(o.stderr for o in ended)
+    assert "recvValue" not in "".join(one.stderr for one in ended)
+    return sorted((told(one.stdout) for one in ended), key=lambda facts: facts["rank"])
+
+
+def test_ranks_that_do_not_call_are_named_within_the_deadline(tmp_path: Path, programs: Programs):
+    first, *others = facts_of("first_call_of_rank_0", tmp_path, programs, 3)
+    kind, rank, message = first["alone"]
+    assert (kind, rank) == ("DeadlineError", 1)
+    assert first["after_s"] < SOON_S
+    assert "ranks 1, 2 on " in message
+    assert "no_dist=True" in message
+    assert [one["all"] for one in (first, *others)] == [["", None, ""]] * 3
+    for place, size in (("alone", 1), ("all", 3)):
+        assert ray_dcp.open(tmp_path / place).world_size == size
+
+
+def test_groups_may_make_their_first_saves_in_threads(tmp_path: Path, programs: Programs):
+    for facts in facts_of("first_calls_of_threads", tmp_path, programs, 2):
+        assert facts["saves"] == [["", None, ""]] * 3
+    for number in range(3):
+        assert ray_dcp.open(tmp_path / str(number)).world_size == 2
+
+
+def test_processes_of_torchrun_without_a_group_overwrite_nothing(
+    tmp_path: Path, programs: Programs
+):
+    first, *others = facts_of("without_a_group", tmp_path, programs, 3)
+    assert first["save"] == ["", None, ""]
+    for rank, facts in enumerate(others, 1):
+        kind, named, message = facts["save"]
+        assert (kind, named) == ("InvalidRequestError", rank)
+        assert "init_process_group" in message
+    for facts in (first, *others):
+        assert facts["own"] == facts["load"] == ["", None, ""]
+        assert any("has no process group" in text for text in facts["warned"])
+    assert ray_dcp.open(tmp_path / "step")["w"][...].tolist() == [0.0] * 3
+    assert ray_dcp.open(tmp_path / "own-2")["w"][...].tolist() == [2.0] * 3
+
+
 def left_in(folder: Path) -> list[Path]:
     """Returns what ranks left among the temporary files, but for what torch's compiler has."""
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor")]

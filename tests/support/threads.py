@@ -140,7 +140,7 @@ def run_as_ranks(work: Callable[[int], object], world_size: int, dies=lambda *_:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             saving, "current_session",
-            lambda group, alone: None if alone else getattr(here, "session", None),
+            lambda group, alone, *_: None if alone else getattr(here, "session", None),
         )  # fmt: skip
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:

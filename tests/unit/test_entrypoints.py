@@ -100,6 +100,10 @@ def test_use_collectives_false_is_a_checkpoint_like_any_other(tmp_path: Path):
 
 def test_the_outcome_of_a_save_is_told_by_its_attempt(tmp_path: Path):
     metadata = ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    # One line, for notebooks; torch's has all tensors and chunks.
+    assert len(repr(metadata)) < 120, repr(metadata)
+    assert "tensor" in repr(metadata)
+    assert metadata.attempt in repr(metadata)
     assert ray_dcp.outcome(tmp_path / "c", metadata.attempt) == "committed"
     assert ray_dcp.outcome(tmp_path / "c", "0123456789abcdef") == "open"
     with pytest.raises(ray_dcp.InvalidRequestError, match="attempt"):

@@ -79,6 +79,7 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "averaging"}
 ENVIRONMENT_READERS = {
     "store.filesystems": "whether it is as it was when a filesystem was made",
     "store.object_stores": "keys and an endpoint that obstore takes from there, the clouds' files",
+    "runtime.discovery": "which process of torchrun this is",
     "runtime.session": "RAY_ADDRESS",
     "view.progress": "TERM, as a bar needs a terminal that erases lines",
     "runtime.worker_group": "the interface that gloo uses, which it sets",

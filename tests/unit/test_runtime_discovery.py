@@ -130,6 +130,25 @@ def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypa
     assert "ranks 0, 2 of the process group called neither save nor load" in told
 
 
+def test_ranks_that_do_not_come_are_named_with_their_hosts_and_may_come_later(store, monkeypatch):
+    monkeypatch.setattr(discovery.platform, "node", lambda: "here")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeadlineError) as raised:
+        await_group(store, range(4), 0, timeout_s=0.01)
+    told = str(raised.value)
+    assert "rank 1 on here; ranks 2, 3 on a host that no other rank is on" in told
+    assert "within 0.01 s (plan_timeout_s)" in told
+    assert raised.value.rank == 1
+    # Who comes meanwhile does not take the rank that has left for one that waits.
+    with pytest.raises(DeadlineError, match="these did not: rank 0 on"):
+        await_group(store, [0, 1], 1, timeout_s=0.01)
+    for _ in range(2):  # a session that is made again
+        with ThreadPoolExecutor(2) as pool:
+            waits = waiting(pool, store, [0, 1], [0, 1])
+            assert [wait.result(180) for wait in waits] == [None] * 2
+
+
 def test_two_threads_make_the_first_session_of_a_group_once(monkeypatch):
     """Each would broadcast, and take the other's answer."""
     both, made, came = threading.Barrier(2), [], set()

@@ -10,8 +10,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +162,63 @@ def broken_stager(folder: str) -> dict[str, Any]:
     return facts
 
 
+def said(call: Callable[[], object]) -> list[Any]:
+    """Returns kind, rank and message of the error of a call; "" for one that succeeds."""
+    try:
+        call()
+    except ray_dcp.CheckpointError as error:
+        return [type(error).__name__, error.rank, error.message]
+    return ["", None, ""]
+
+
+def first_call_of_rank_0(folder: str) -> dict[str, Any]:
+    """Rank 0 alone calls save, as behind `if rank == 0`; then all do what they are told."""
+    state, began_s = {"w": torch.ones(3)}, time.monotonic()
+    facts: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        options = SaveOptions(plan_timeout_s=1.0)
+        place = f"{folder}/alone"
+        facts["alone"] = said(lambda: ray_dcp.save(state, checkpoint_id=place, options=options))
+        facts["after_s"] = time.monotonic() - began_s
+        Path(folder, "told").touch()
+        ray_dcp.save(state, checkpoint_id=place, no_dist=True)
+    eventually(Path(folder, "told").exists)
+    facts["all"] = said(lambda: ray_dcp.save(state, checkpoint_id=f"{folder}/all"))
+    return facts
+
+
+def first_calls_of_threads(folder: str) -> dict[str, Any]:
+    """Each of three groups makes its first save in a thread of its own."""
+    groups = [dist.new_group() for _ in range(3)]
+    begin = threading.Barrier(len(groups))
+
+    def save(number: int) -> list[Any]:
+        begin.wait(60)
+        place = f"{folder}/{number}"
+        state = {"w": torch.full((3,), float(number))}
+        return said(lambda: ray_dcp.save(state, checkpoint_id=place, process_group=groups[number]))
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return {"saves": list(pool.map(save, range(len(groups))))}
+
+
+def without_a_group(folder: str) -> None:
+    """Saves in a process of torchrun whose script forgot `init_process_group`."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        state = {"w": torch.full((3,), float(os.environ["RANK"]))}
+        facts = {"save": said(lambda: ray_dcp.save(state, checkpoint_id=f"{folder}/step"))}
+        own = f"{folder}/own-{os.environ['RANK']}"
+        facts["own"] = said(lambda: ray_dcp.save(state, checkpoint_id=own, no_dist=True))
+        facts["load"] = said(lambda: ray_dcp.load(state, checkpoint_id=own))
+        facts["warned"] = [str(one.message) for one in warned]
+    print(json.dumps({"rank": int(os.environ["RANK"]), **facts}), flush=True)
+
+
 def main(what: str, folder: str) -> None:
+    if what == "without_a_group":
+        without_a_group(folder)
+        return
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     victim = ""
@@ -167,6 +226,10 @@ def main(what: str, folder: str) -> None:
         facts = reshard(folder)
     elif what == "broken_stager":
         facts = broken_stager(folder)
+    elif what == "first_call_of_rank_0":
+        facts = first_call_of_rank_0(folder)
+    elif what == "first_calls_of_threads":
+        facts = first_calls_of_threads(folder)
     else:
         ray_dcp.save({"first": torch.ones(3)}, checkpoint_id=f"{folder}/first")
         victim, _, what = what.partition(" ")
