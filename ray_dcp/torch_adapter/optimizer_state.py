@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import ChainMap, Counter
 from collections.abc import (
     Callable,
@@ -48,9 +49,12 @@ from ray_dcp.torch_adapter.flatten import (
     set_by_path,
 )
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
-from ray_dcp.torch_adapter.priming import primed, shard_like, state_of, wrapped_by
+from ray_dcp.torch_adapter.priming import held_by, primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
+
+INNER = "inner_optimizers"
+"""Name for the states of optimizers that an optimizer holds and its `state_dict` has not."""
 
 OTHER_STATE = "other_state"
 """Name for the entries of `optimizer.state` whose keys are no parameters. Why separate: among names
@@ -152,7 +156,7 @@ class OptimizerTargets:
     decisive: set[str] = field(default_factory=set)
 
 
-def optimizer_part(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
+def optimizer_part(optimizer: Any, modules: Mapping[str, nn.Module]) -> Any:
     """Returns the adapter of an optimizer: a `Stateful` with a method and an attribute more.
 
     `targets(key, stored, prefixes, strict)` returns the state to load into. `load_state_dict` then
@@ -160,13 +164,24 @@ def optimizer_part(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Mo
     the values that the optimizer holds in another dtype.
 
     Args:
-        optimizer: Any optimizer.
+        optimizer: Anything that `is_optimizer`.
         modules: Modules of the state dict by key. The first one that has all parameters of the
             optimizer defines their names; if there is none, the optimizer's own numbers are the
             names.
     """
     if not gives_torchs(optimizer, torch.optim.Optimizer):
         return _OwnForm(optimizer)
+    held = held_by(optimizer).items()
+    # Why not of equal state: the outer one's state dict has it.
+    inner = {place: one for place, one in held if one.state is not optimizer.state}
+    outer = _named_part(optimizer, modules)
+    if not inner:
+        return outer
+    return _Wrapping(outer, {place: optimizer_part(one, modules) for place, one in inner.items()})
+
+
+def _named_part(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
+    """Returns the adapter of an optimizer alone whose `state_dict` is torch's."""
     key = naming_module(optimizer, modules)
     if key is None:
         return _Named(optimizer, {})
@@ -226,6 +241,21 @@ def group_identities(state: Any) -> list[str]:
         found.append(f"{identity}-{seen[identity]}" if identity in seen else identity)
         seen[identity] += 1
     return found
+
+
+def named_states(optimizer: Any, state: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    """Yields the states, with their paths, whose groups a load finds by names of parameters.
+
+    Args:
+        optimizer: An optimizer.
+        state: Its state, as its `optimizer_part` gives it.
+        path: Path of the state.
+    """
+    if gives_torchs(optimizer, torch.optim.Optimizer):
+        yield path, state
+        for place, inner in held_by(optimizer).items():
+            if place in state.get(INNER, {}):
+                yield from named_states(inner, state[INNER][place], (*path, INNER, place))
 
 
 def with_group_identities(
@@ -920,6 +950,73 @@ class _Named:
             done(optimizer)
 
 
+class _Wrapping:
+    """Adapter of an optimizer with others inside, of which torch's `state_dict` has nothing.
+
+    Args:
+        outer: Adapter of the optimizer alone.
+        inner: Adapters of those that it holds, by their place.
+    """
+
+    def __init__(self, outer: Any, inner: Mapping[str, Any]) -> None:
+        self._outer, self._inner = outer, inner
+        self._asked: list[str] = []
+
+    @property
+    def casts(self) -> list[Cast]:
+        return [cast for one in (self._outer, *self._inner.values()) for cast in one.casts]
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = {place: part.state_dict() for place, part in self._inner.items()}
+        return {**self._outer.state_dict(), INNER: inner}
+
+    def targets(
+        self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
+    ) -> OptimizerTargets:
+        start = f"{key}.{INNER}"
+        mine = [name for name in stored.names if not below(name, (start,))]
+        found: OptimizerTargets = self._outer.targets(
+            key, Stored({*mine}, stored.value), prefixes, strict=strict
+        )
+        self._asked = []
+        if found.state is None:
+            return found
+        for place, part in self._inner.items():
+            name = f"{start}.{place}"
+            if not stored.below(name, prefixes):
+                continue
+            asked = part.targets(name, stored, prefixes, strict=strict)
+            found.state.setdefault(INNER, {})[place] = asked.state
+            found.left |= asked.left
+            found.decisive |= asked.decisive
+            self._asked.append(place)
+        if not self._asked and not prefixes and stored.below(key, ()):
+            # As earlier versions saved it.
+            events.warn(
+                f"the checkpoint has no state of {', '.join(map(repr, self._inner))}, which the "
+                f"optimizer {key!r} holds: it stays as it is",
+                stacklevel=2,
+            )
+        return found
+
+    def check_groups(self, state: Mapping[str, Any]) -> set[str]:
+        """Checks the groups of all; see `_Named.check_groups`."""
+        parts = [(self._outer, state)]
+        parts += [(self._inner[place], state[INNER][place]) for place in self._asked]
+        checked = [part.check_groups(one) for part, one in parts if hasattr(part, "check_groups")]
+        return set().union(*checked)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = {key: value for key, value in state_dict.items() if key != INNER}
+        self._outer.load_state_dict(own)
+        for place in self._asked:
+            self._inner[place].load_state_dict(state_dict[INNER][place])
+
+
+_PAIR = re.compile(r"\(([0-9]{1,9}), ([0-9]{1,9})\)")
+"""Text of a key of which some wrappers make use: index of a group, and of a parameter in it."""
+
+
 class _OwnForm:
     """Adapter of an optimizer whose class replaces `state_dict` and so defines names and values.
 
@@ -931,6 +1028,7 @@ class _OwnForm:
         self.casts: list[Cast] = []
         self._optimizer = optimizer
         self._key = ""
+        self._listed: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
@@ -946,8 +1044,68 @@ class _OwnForm:
             tree = _containers(self.state_dict())
         if items and strict and not prefixes:
             self._drop_unstored(tree, stored.names)
-        _add_options(tree.get("param_groups"), items)
+            self._drop_options(tree, items)
+        self._add_missing(tree, items)
         return OptimizerTargets(tree)
+
+    def _drop_options(self, tree: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
+        """Removes options that later steps or schedulers have added to the groups."""
+        family = (self._optimizer, *wrapped_by(self._optimizer))
+        usual = {"params", "param_names"}.union(*(getattr(one, "defaults", ()) for one in family))
+        known = _with_parents(items)
+        for name, groups in _lists_of_groups(tree, ""):
+            for index, group in enumerate(groups):
+                start = f"{name}{index}."
+                for option in [*group] if start[:-1] in known else ():
+                    if option not in usual and f"{start}{option}" not in known:
+                        del group[option]
+
+    def _add_missing(self, tree: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
+        """Adds targets for stored values that the optimizer makes only in later steps.
+
+        What may belong to a parameter of another rank is left out.
+        """
+        lists = [params for _, _, params in _plain_optimizers(tree, "", 0)]
+        self._listed = {entry for some in lists for entry in some if isinstance(entry, str)}
+        for name, item in items.items():
+            self._add_one(tree, path_tail(item.path, name), item)
+
+    def _add_one(self, tree: Any, path: NamePath, item: StoredValue) -> None:
+        here, parent = tree, ""
+        for place, part in enumerate(path):
+            is_last = place == len(path) - 1
+            key = next((key for key in _keys(part) if _has(here, key)), None)
+            if key is None:
+                key = None if place == 0 else self._own_key(parent, part)
+                if key is None or not isinstance(here, dict) or isinstance(path[-1], int):
+                    return
+                here[key] = self._made(item, here) if is_last else {}
+            if not is_last:
+                here, parent = here[key], str(part)
+
+    def _own_key(self, parent: str, part: Any) -> Any:
+        """Returns the key of a new entry in a mapping; None if it may be another rank's."""
+        key = _keys(part)[-1]
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if isinstance(key, tuple):
+            return key if key[0] < len(sizes) and key[1] < sizes[key[0]] else None
+        if parent != "state":
+            return part.key if isinstance(part, IntKey) else part
+        if self._listed:
+            return key if key in self._listed else None
+        return key if not isinstance(key, int) or key < sum(sizes) else None
+
+    def _made(self, item: StoredValue, siblings: Mapping[Any, Any]) -> Any:
+        """Returns a target for a stored value, laid out as state or a parameter of its shape."""
+        if item.dtype is None:
+            return None
+        parameters = _parameters(self._optimizer)
+        for one in (*siblings.values(), *parameters):
+            is_alike = isinstance(one, torch.Tensor) and tuple(one.shape) == item.shape
+            if is_alike and _has_bytes(one):
+                return torch.empty_like(one, dtype=item.dtype, requires_grad=False)
+        device = parameters[0].device if parameters and item.shape else "cpu"
+        return torch.empty(item.shape, dtype=item.dtype, device=device)
 
     def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
         """Removes the state of parameters that had none when they were saved.
@@ -1056,6 +1214,10 @@ class _FlatParameters(_OwnForm):
 
     def _lists_of(self, groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:
         return _under_new_names([group["params"] for group in groups], self._renamed_to)
+
+    def _add_missing(self, tree: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
+        """Adds targets for stored options that the groups lack; FSDP1 gives all other names."""
+        _add_options(tree.get("param_groups"), items)
 
     def _drop_unstored(self, tree: dict[str, Any], names: Collection[str]) -> None:
         """Does nothing, as `targets` does it by names: a state dict more is a collective more."""
@@ -1321,6 +1483,20 @@ def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any
     return own
 
 
+def _lists_of_groups(value: Any, name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yields the lists of parameter groups in a state, with the beginnings of their names."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            is_groups = key == "param_groups" and isinstance(each, list)
+            if is_groups and all(isinstance(group, dict) for group in each):
+                yield f"{name}param_groups.", each
+            else:
+                yield from _lists_of_groups(each, f"{name}{key}.")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _lists_of_groups(each, f"{name}{index}.")
+
+
 def _add_options(groups: Any, items: Mapping[str, StoredValue]) -> None:
     """Adds targets for stored options that the groups of an optimizer lack.
 
@@ -1369,6 +1545,25 @@ def _with_parents(names: Iterable[str]) -> set[str]:
             found.add(name)
             name = name.rpartition(".")[0]
     return found
+
+
+def _keys(part: Any) -> tuple[Any, ...]:
+    """Returns the keys that a part of a path may stand for, the likeliest last.
+
+    Examples:
+        >>> _keys("exp_avg"), _keys("(0, 1)"), _keys(IntKey(7))
+        (('exp_avg',), ('(0, 1)', (0, 1)), ('7', 7))
+    """
+    if isinstance(part, str) and part.isdecimal():
+        return (part, int(part))
+    match = _PAIR.fullmatch(part) if isinstance(part, str) else None
+    return (part,) if match is None else (part, tuple(map(int, match.groups())))
+
+
+def _has(container: Any, key: Any) -> bool:
+    if isinstance(container, list):
+        return isinstance(key, int) and key < len(container)
+    return isinstance(container, dict) and key in container
 
 
 def _containers(value: Any) -> Any:

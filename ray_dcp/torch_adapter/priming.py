@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.torch_adapter.spmd import is_on_xla, xla_modules
@@ -22,15 +23,18 @@ _FRESH: dict[str, dict[str, str | float]] = {
 """State that a step changes even if parameters and gradients are 0, with its initial value; a text
 names an option of the parameter group."""
 
+_MOST_DEPTH = 20
+"""Deepest containers in which optimizers are looked for."""
+
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 def prime_optimizer(optimizer: O) -> O:
     """Creates the state of an optimizer before its first step, so that a load can fill it.
 
-    State is created for each parameter that has none. Parameters, gradients, existing state,
-    options and step counts do not change; new step counts are 0. On XLA devices, new state is
-    sharded like its parameter.
+    State is created for each parameter that has none, in optimizers that this one wraps too.
+    Parameters, gradients, existing state, options and step counts do not change; new step counts
+    are 0. On XLA devices, new state is sharded like its parameter.
 
     Args:
         optimizer: An optimizer that creates its state in `step()` without a closure.
@@ -53,7 +57,7 @@ def prime_optimizer(optimizer: O) -> O:
     """
     # Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose function makes a real
     # step.
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not is_optimizer(optimizer):
         raise InvalidRequestError(
             f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}", key="optimizer"
         )
@@ -62,47 +66,100 @@ def prime_optimizer(optimizer: O) -> O:
 
 
 @contextmanager
-def primed(
-    optimizer: torch.optim.Optimizer, only: Collection[int] | None = None
-) -> Iterator[dict[int, Any]]:
+def primed(optimizer: Any, only: Collection[int] | None = None) -> Iterator[dict[int, Any]]:
     """Primes an optimizer for the time of the block; see `prime`.
+
+    Those that it wraps are primed one by one if its own step raises.
 
     Yields the new state by the id of its parameter: none if the optimizer's step raises.
     """
-    inside = [(one, dict(one.state)) for one in wrapped_by(optimizer)]
-    made: list[torch.Tensor] = []
-    with suppress(Exception):  # whatever its step raises: it has no state then
-        made = prime(optimizer, only)
+    family = [optimizer, *wrapped_by(optimizer)]
+    before = [dict(one.state) for one in family]
     try:
+        made = []
+        with suppress(Exception):  # whatever its step raises: it has no state then
+            made = prime(optimizer, only)
+        if not made:
+            for one in family[1:]:
+                with suppress(Exception):
+                    prime(one, only)
         yield {id(parameter): optimizer.state[parameter] for parameter in made}
     finally:
-        for parameter in made:
-            optimizer.state.pop(parameter, None)
-        for one, before in inside:
-            one.state.clear()
-            one.state.update(before)
+        _put_back(family, before)
 
 
-def wrapped_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers with state of their own that an optimizer has as attributes.
+def _put_back(family: Sequence[Any], before: Sequence[dict[Any, Any]]) -> None:
+    """Gives optimizers the state of before; they may share one mapping."""
+    for one, held in zip(family, before, strict=True):
+        one.state.clear()
+        one.state.update(held)
 
-    They may be in a list, tuple or mapping that is an attribute.
-    """
+
+def is_optimizer(value: Any) -> bool:
+    """Returns whether a value is an optimizer: one of torch's, or another that steps such."""
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    return _steps(value) and isinstance(value, Stateful) and bool(held_by(value))
+
+
+def _steps(value: Any) -> bool:
+    """Returns whether a value is used as an optimizer, as wrappers are that derive from none."""
+    names = ("param_groups", "state", "step", "zero_grad")
+    return not isinstance(value, type | torch.nn.Module) and all(
+        hasattr(value, name) for name in names
+    )
+
+
+def wrapped_by(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers with state of their own inside an optimizer, at any depth."""
     family = [optimizer]
     for one in family:
-        for value in vars(one).values():
-            held = value.values() if isinstance(value, Mapping) else value
-            for inner in held if isinstance(value, Mapping | list | tuple) else [value]:
-                if isinstance(inner, torch.optim.Optimizer) and not any(
-                    inner is known or inner.state is known.state for known in family
-                ):
-                    family.append(inner)
+        for inner in held_by(one).values():
+            # A wrapper that is none of torch's optimizers has the state of the one inside.
+            own = [one for one in family if isinstance(one, torch.optim.Optimizer)]
+            if not any(inner is known or inner.state is known.state for known in own):
+                family.append(inner)
     return family[1:]
 
 
-def prime(
-    optimizer: torch.optim.Optimizer, only: Collection[int] | None = None
-) -> list[torch.Tensor]:
+def held_by(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
+    """Returns the optimizers that an optimizer holds itself, by their place.
+
+    They may be attributes, or in lists, tuples and mappings that are, and in wrappers that are no
+    optimizers of torch.
+
+    Examples:
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        >>> sgd.others = {"adam": [torch.optim.Adam(sgd.param_groups)]}
+        >>> list(held_by(sgd))
+        ['others.adam.0']
+    """
+    found: dict[str, torch.optim.Optimizer] = {}
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        # Why not: tensors are the keys of `state`, which may hold many.
+        if name not in ("state", "param_groups", "defaults"):
+            _find_held(value, name, found, 0)
+    return found
+
+
+def _find_held(value: Any, name: str, found: dict[str, Any], depth: int) -> None:
+    if isinstance(value, torch.optim.Optimizer):
+        if not any(value is one for one in found.values()):
+            found[name] = value
+    elif depth > _MOST_DEPTH:
+        return
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _find_held(each, f"{name}.{key}", found, depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            _find_held(each, f"{name}.{index}", found, depth + 1)
+    elif hasattr(value, "__dict__") and _steps(value):
+        for key, each in vars(value).items():
+            _find_held(each, f"{name}.{key}", found, depth + 1)
+
+
+def prime(optimizer: Any, only: Collection[int] | None = None) -> list[torch.Tensor]:
     """Does as `prime_optimizer`, and returns the parameters whose state it created.
 
     Args:
@@ -119,7 +176,33 @@ def prime(
             key="optimizer",
         )
     _sync()
-    todo = [
+    inside = wrapped_by(optimizer)
+    family = [optimizer, *inside]
+    before = [dict(one.state) for one in family]
+    # Why not its own step if it is none of torch's: that may scale gradients, or wait for ranks.
+    todo = _without_state(optimizer, only) if isinstance(optimizer, torch.optim.Optimizer) else []
+    try:
+        if todo:
+            # Why: its step would change the state that is there.
+            for one in inside:
+                one.state.clear()
+            _step_once(optimizer, inside, todo)
+            for one, held in zip(inside, before[1:], strict=True):
+                one.state.update(held)
+        for one in inside:
+            # An optimizer that is stepped by another may have fewer states than that has.
+            if (lacking := _without_state(one, only)) and type(one) is not torch.optim.LBFGS:
+                _step_once(one, wrapped_by(one), lacking)
+    except BaseException:
+        _put_back(family, before)
+        raise
+    _sync()
+    return [parameter for parameter, _ in todo if state_of(optimizer, parameter) is not None]
+
+
+def _without_state(optimizer: Any, only: Collection[int] | None) -> list[tuple[Any, Any]]:
+    """Returns the trained parameters without state, with their groups."""
+    return [
         (parameter, group)
         for group in optimizer.param_groups
         for parameter in group["params"]
@@ -127,31 +210,27 @@ def prime(
         and state_of(optimizer, parameter) is None
         and (only is None or id(parameter) in only)
     ]
-    inside = wrapped_by(optimizer)
-    held = [dict(one.state) for one in inside]
+
+
+def _step_once(optimizer: Any, inside: Sequence[Any], todo: list[tuple[Any, Any]]) -> None:
+    """Creates the state of parameters by a step that changes nothing else."""
     devices = {p.device.index or 0 for p, _ in todo if p.is_cuda}
-    try:
-        # Why a separate generator: a step may round at random.
-        with ExitStack() as stack, torch.random.fork_rng(devices=devices):
-            stack.enter_context(_without_gradients(optimizer))
-            for one in (optimizer, *inside):
-                stack.enter_context(_with_options_kept(one))
-                stack.enter_context(_without_hooks(one))
-            for one in inside:
-                # Why: its step would change the state that is there.
-                one.state.clear()
-            for some in _batches(todo):
-                _prime(optimizer, some)
-    except BaseException:
+    # Why a separate generator: a step may round at random.
+    with ExitStack() as stack, torch.random.fork_rng(devices=devices):
+        stack.enter_context(_without_gradients(optimizer))
         for one in (optimizer, *inside):
-            for parameter, _ in todo:
-                one.state.pop(parameter, None)
-        raise
-    finally:
-        for one, before in zip(inside, held, strict=True):
-            one.state.update(before)
-    _sync()
-    return [parameter for parameter, _ in todo if state_of(optimizer, parameter) is not None]
+            stack.enter_context(_with_options_kept(one))
+            stack.enter_context(_without_hooks(one))
+            _begin_training(one)
+        for some in _batches(todo):
+            _prime(optimizer, some)
+
+
+def _begin_training(optimizer: Any) -> None:
+    """Sets the mode in which schedule-free optimizers step, without moving parameters."""
+    for place in (vars(optimizer), *optimizer.param_groups):
+        if isinstance(place.get("train_mode"), bool):
+            place["train_mode"] = True
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:

@@ -49,12 +49,12 @@ from ray_dcp.torch_adapter.module_state import ModuleState
 from ray_dcp.torch_adapter.optimizer_state import (
     Cast,
     Stored,
-    gives_torchs,
     group_identities,
+    named_states,
     naming_module,
     optimizer_part,
 )
-from ray_dcp.torch_adapter.priming import primed
+from ray_dcp.torch_adapter.priming import is_optimizer, primed
 
 _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, float, str, bool})
 
@@ -85,7 +85,7 @@ class LoadTargets:
         for path, part in self.parts.items():
             if isinstance(part, ModuleState):
                 found += part.casts(_at(self.values, path))
-            elif isinstance(self.owners[path], torch.optim.Optimizer):
+            elif is_optimizer(self.owners[path]):
                 found += part.casts
         return found
 
@@ -197,7 +197,7 @@ def stateful_to_state_dict(
     modules, owners = _modules(state_dict), _owners(state_dict)
     with ExitStack() as stack:
         for optimizer in owners.values() if as_if_stepped else ():
-            if isinstance(optimizer, torch.optim.Optimizer):
+            if is_optimizer(optimizer):
                 stack.enter_context(primed(optimizer))
         states = {
             path: _part(value, modules).state_dict()
@@ -217,10 +217,11 @@ def group_identities_of(
         plain: The result of `stateful_to_state_dict` for it.
     """
     return {
-        tuple(map(str, path)): found
+        tuple(map(str, place)): found
         for path, value in _owners(state_dict).items()
-        if isinstance(value, torch.optim.Optimizer) and gives_torchs(value, torch.optim.Optimizer)
-        if (found := group_identities(_at(plain, path)))
+        if is_optimizer(value)
+        for place, state in named_states(value, _at(plain, path), path)
+        if (found := group_identities(state))
     }
 
 
@@ -266,7 +267,7 @@ def stateful_to_load_targets(
                 states[path] = _LEFT_OUT
                 continue
             targets.owners[path], targets.parts[path] = owner, part
-            if isinstance(owner, torch.optim.Optimizer):
+            if is_optimizer(owner):
                 asked = part.targets(name, stored, prefixes, strict=strict is not False)
                 states[path] = asked.state
                 targets.left.update(asked.left)
@@ -322,7 +323,7 @@ def asked_names(state_dict: Mapping[str, Any], index: Mapping[str, int]) -> Mapp
     modules = _modules(state_dict)
     names = {key: ModuleNames(module) for key, module in modules.items()}
     for path, value in _owners(state_dict).items() if modules else ():
-        if isinstance(value, torch.optim.Optimizer):
+        if is_optimizer(value):
             module_key = naming_module(value, modules)
             if module_key is not None:
                 for part in ("state", "param_groups"):
@@ -347,11 +348,15 @@ def must_be_taken(
     return [name for name in unexpected if below(name, whole)] if whole else ()
 
 
+def is_adapted(value: Any) -> bool:
+    """Returns whether a value is a module or optimizer, all of whose state must be loaded."""
+    return isinstance(value, nn.Module) or is_optimizer(value)
+
+
 def owner_names(state_dict: Mapping[str, Any]) -> list[str]:
     """Returns the names of the modules and optimizers at any depth of a state dict."""
-    kinds = (nn.Module, torch.optim.Optimizer)
     owners = _owners(state_dict).items()
-    return [_name(path) for path, value in owners if isinstance(value, kinds)]
+    return [_name(path) for path, value in owners if is_adapted(value)]
 
 
 def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
@@ -391,7 +396,7 @@ def _part(value: Any, modules: Mapping[str, nn.Module]) -> Any:
     """Returns the object that provides and receives the state of a `Stateful` value."""
     if isinstance(value, nn.Module):
         return ModuleState(value, lambda each: type(each) is PerRank)
-    if isinstance(value, torch.optim.Optimizer):
+    if is_optimizer(value):
         return optimizer_part(value, modules)
     return value
 
@@ -426,7 +431,7 @@ def _owners(state_dict: Mapping[str, Any]) -> dict[Path, Any]:
             value = container[key]
             if type(value) in _LEAVES:
                 continue
-            if isinstance(value, _OWNERS):
+            if isinstance(value, _OWNERS) or is_optimizer(value):
                 found[(*path, key)] = value
             elif isinstance(value, (Mapping, list, tuple)):
                 search(value, (*path, key))

@@ -27,7 +27,7 @@ from tests.support import optimizers
 from tests.support.adapter import OwnLookup, OwnSave
 from tests.support.comparing import differences
 from tests.support.optimizer_ranks import CASES as CASES_OF_RANKS
-from tests.support.optimizers import CASES, SAFE_GLOBALS, Net
+from tests.support.optimizers import CASES, SAFE_GLOBALS, WRAPPERS, Net
 from tests.support.programs.forks import Programs
 
 pytestmark = pytest.mark.filterwarnings(
@@ -134,12 +134,18 @@ def test_no_optimizer_of_torch_is_left_out() -> None:
     assert tried == classes - {torch.optim.Optimizer}
 
 
+ALL = CASES | WRAPPERS
 UNUSUAL = ("LBFGS", "SGD, momentum", "AdamW, named", *optimizers.OF_THE_TESTS)
 """Optimizers whose state has another form than that of most."""
 
 
 def ways_of_optimizers() -> Iterator[tuple[str, str, str]]:
-    """Yields optimizer, way and into what; all ways of those whose state is unusual."""
+    """Yields optimizer, way and into what; all ways of those whose state is unusual.
+
+    What is around others is not loaded by stock DCP, nor saved by its helpers.
+    """
+    yield from ((name, "ours", into) for name in WRAPPERS for into in ("new", "same"))
+    yield from ((name, "hooks", "new") for name in list(WRAPPERS)[:6])
     for number, name in enumerate(CASES):
         if name not in UNUSUAL:
             yield name, "ours", "same" if number % 2 else "new"
@@ -157,7 +163,7 @@ def test_every_optimizer_comes_back_and_goes_on(name: str, way: str, into: str, 
 
     The twin was never saved, so that a save which changes what it saves is found too.
     """
-    case, (save, load) = CASES[name], WAYS[way]
+    case, (save, load) = ALL[name], WAYS[way]
     if way == "stock" and name in STOCK_FAILS:
         with pytest.raises(STOCK_FAILS[name]):
             save(trained(case, 1, range(4)), tmp_path / "c")
@@ -181,10 +187,10 @@ def test_every_optimizer_comes_back_and_goes_on(name: str, way: str, into: str, 
     check_same(contents(other), contents(twin), "after the next steps")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_save_before_the_first_step_comes_back_and_goes_on(name: str, tmp_path: Path):
     """In a new module and optimizer, and in those that were saved, after steps (a rollback)."""
-    case = CASES[name]
+    case = ALL[name]
     saved, twin, other = (trained(case, seed, range(0)) for seed in (1, 1, 2))
     save_ours(saved, tmp_path / "c")
     check_same(contents(saved), contents(twin), "after the save")

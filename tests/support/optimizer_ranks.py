@@ -51,12 +51,13 @@ class RankCase:
 
 _FEW = ("AdamW", "subclass", "8 bits", "fp32 master of bf16")
 _ALL = (*_FEW, "int64 counters", "state of no parameter", "texts and records")
+_WRAPPERS = ("its own form", "torch's form", "of several, at any depth")
 _STORIES = ("frozen", "frozen afterwards", "empty group", "one of two")
 
 CASES: dict[str, RankCase] = {
     str(case): case
     for case in (
-        *(RankCase(name) for name in _ALL),
+        *(RankCase(name) for name in (*_ALL, *_WRAPPERS)),
         *(RankCase(name, "2", "2", same=True) for name in ("subclass", "state of no parameter")),
         RankCase("8 bits", "2x2", "3"),
         RankCase("subclass", "3", "2x2"),
@@ -104,7 +105,7 @@ class World:
 
     def build(self, case: RankCase, layout: str, seed: int) -> Job:
         torch.manual_seed(seed)
-        own = optimizers.CASES[case.optimizer]
+        own = (optimizers.CASES | optimizers.WRAPPERS)[case.optimizer]
         modules = [Net(only_matrices=own.only_matrices, dtype=own.dtype)]
         if case.story == "one of two":
             modules.append(Net(dtype=own.dtype))

@@ -13,6 +13,7 @@ import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -199,6 +200,135 @@ class Late(Plain):
             parameter.copy_(state["slow"])
 
 
+# Optimizers around others
+
+
+class Averaging(torch.optim.Optimizer):
+    """Averages what another optimizer does, and counts in the options of that one's groups.
+
+    It has a `state_dict` of its own, steps in a mode for training alone, and is no sooner at its
+    state than in its first step: as `ScheduleFreeWrapper` of `pytorch_optimizer` is.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.train_mode = base, False
+        self.param_groups = base.param_groups
+
+    def train(self) -> None:
+        self.train_mode = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if not self.train_mode:
+            raise RuntimeError("not in the mode for training")
+        self.base.step()
+        for group in self.param_groups:
+            group["weight_sum"] = group.get("weight_sum", 0.0) + 1.5
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    slow = self.state[parameter].setdefault("slow", parameter.clone())
+                    parameter.copy_(slow.lerp_(parameter, 1 / group["weight_sum"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {
+            (number, index): dict(self.state[parameter])
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter in self.state
+        }
+        return {"slow_state": slow, "base": self.base.state_dict(), "train_mode": self.train_mode}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups = self.base.param_groups
+        self.train_mode = state_dict["train_mode"]
+        self.state.clear()
+        for (number, index), slow in state_dict["slow_state"].items():
+            self.state[self.param_groups[number]["params"][index]] = dict(slow)
+
+
+class Around(Plain):
+    """Steps others first, that torch's `state_dict` does not find, wherever they are."""
+
+    def __init__(self, params: Any, **inside: Any) -> None:
+        super().__init__(params, lr=0.25)
+        vars(self).update(inside)
+
+    def step(self, closure: Any = None) -> None:
+        for inner in inside(self):
+            inner.step()
+        super().step()
+
+    def update(self, parameter, gradient, state, group):
+        slow = state.setdefault("slow", parameter.clone())
+        parameter.copy_(slow.lerp_(parameter, group["lr"]))
+
+
+class NoOptimizer:
+    """Is used as an optimizer, but derives from none; its state is that of the one inside."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+    def step(self) -> None:
+        self.base.step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        z = self.state[parameter].setdefault("z", parameter.detach().clone())
+                        parameter.copy_(z.lerp_(parameter, 1 / group["steps"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+def inside(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that one holds, at any depth, each once."""
+    found: list[Any] = []
+
+    def find(value: Any) -> None:
+        if isinstance(value, torch.optim.Optimizer | NoOptimizer):
+            if not any(value is one for one in found):
+                found.append(value)
+        elif isinstance(value, Mapping):
+            [find(each) for each in value.values()]
+        elif isinstance(value, list | tuple):
+            [find(each) for each in value]
+
+    find({k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")})
+    return found
+
+
+def family(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and those inside."""
+    every = [optimizer]
+    for one in every:
+        every += inside(one)
+    return every
+
+
+def everywhere(module: nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer with others in an attribute, a mapping and lists in one."""
+    first, second, *rest = module.parameters()
+    return Around(
+        module.parameters(),
+        base=optim.SGD([first], lr=0.1, momentum=0.9),
+        more={"adam": [optim.AdamW([second], lr=0.1)], "deep": {"er": [optim.RMSprop(rest)]}},
+    )
+
+
 # Cases
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -227,7 +357,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     only_matrices: bool = False
     gradients: str = "dense"
-    """`dense`, `sparse` or those of a `closure`."""
+    """`dense`, `sparse`, those of a `closure`, or `twice`: dense ones, then those of a closure."""
 
     def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Returns a module with random parameters, and its optimizer."""
@@ -282,6 +412,54 @@ OF_THE_TESTS: dict[str, Case] = {
 CASES = OF_TORCH | OF_THE_TESTS
 
 
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return optim.AdamW(module.parameters(), lr=0.05)
+
+
+def momentum(module: nn.Module) -> torch.optim.Optimizer:
+    return optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+WRAPPERS: dict[str, Case] = {
+    "its own form": Case(lambda m: Averaging(adam(m))),
+    "its own form, two groups": Case(lambda m: Averaging(in_groups(optim.AdamW, lr=0.25)(m))),
+    "torch's form": Case(lambda m: Around(m.parameters(), base=adam(m))),
+    "of several, at any depth": Case(everywhere),
+    "of a wrapper": Case(lambda m: Around(m.parameters(), base=Averaging(momentum(m)))),
+    "no optimizer of torch": Case(lambda m: NoOptimizer(momentum(m))),
+}
+"""Optimizers around others."""
+
+
+def of_packages() -> dict[str, Case]:
+    """Returns optimizers of the packages that are installed."""
+    found: dict[str, Case] = {}
+    if find_spec("schedulefree"):
+        import schedulefree as free
+
+        for name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"):
+            found[f"schedulefree {name}"] = Case(of(getattr(free, name), lr=0.05))
+        found["schedulefree wrapper"] = Case(lambda m: free.ScheduleFreeWrapper(momentum(m)))
+    if find_spec("pytorch_optimizer"):
+        import pytorch_optimizer as more
+
+        for name in ("ScheduleFreeWrapper", "OrthoGrad", "TRAC", "Magma", "PCGrad"):
+            found[f"pytorch_optimizer {name}"] = Case(lambda m, n=name: getattr(more, n)(adam(m)))
+        for how in ("none", "reset", "pullback"):
+            found[f"pytorch_optimizer Lookahead, {how}"] = Case(
+                lambda m, how=how: more.Lookahead(momentum(m), k=3, pullback_momentum=how)
+            )
+        for name in ("SAM", "LookSAM", "FriendlySAM"):
+            found[f"pytorch_optimizer {name}"] = Case(
+                of(getattr(more, name), base_optimizer=optim.SGD, lr=0.05, momentum=0.9),
+                gradients="twice",
+            )
+    return found
+
+
+WRAPPERS |= of_packages()
+
+
 # What they do and hold
 
 
@@ -323,8 +501,13 @@ def train(
         gradients: See `Case`.
         without: Names of parameters that get no gradient.
     """
+    for one in family(optimizer):
+        getattr(one, "train", lambda: None)()
     for step in steps:
-        if gradients == "closure":
+        torch.manual_seed(step)  # of optimizers that draw
+        if gradients in ("closure", "twice"):
+            if gradients == "twice":
+                closed(module, step)
             optimizer.step(lambda step=step: closed(module, step))
         else:
             for name, parameter in module.named_parameters():
@@ -361,16 +544,25 @@ def contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     found = {f"model.{name}": value for name, value in module.named_parameters()}
     found |= {f"model.{name}": value for name, value in module.named_buffers()}
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for key, state in optimizer.state.items():
-        where = names.get(key, key) if isinstance(key, torch.Tensor) else key
-        if not (isinstance(state, Mapping) and not state):
-            found[f"state.{where}"] = state
-    for number, group in enumerate(optimizer.param_groups):
-        held = ",".join(sorted(str(names.get(p, "?")) for p in group["params"]))
-        for option, value in group.items():
-            if option != "params":
-                found[f"group({held or number}).{option}"] = value
+    for index, one in enumerate(family(optimizer)):
+        start = f"inside {index}." if index else ""
+        for key, state in one.state.items():
+            where = names.get(key, key) if isinstance(key, torch.Tensor) else key
+            if not (isinstance(state, Mapping) and not state):
+                found[f"{start}state.{where}"] = by_name(state, names)
+        for number, group in enumerate(one.param_groups):
+            held = ",".join(sorted(str(names.get(p, "?")) for p in group["params"]))
+            for option, value in group.items():
+                if option != "params":
+                    found[f"{start}group({held or number}).{option}"] = value
     return {path: whole(value) for path, value in sorted(found.items())}
+
+
+def by_name(state: Any, names: Mapping[Any, str]) -> Any:
+    """Returns state with the names of parameters in place of parameters as its keys."""
+    if not isinstance(state, Mapping):
+        return state
+    return {names.get(k, k) if isinstance(k, torch.Tensor) else k: v for k, v in state.items()}
 
 
 def whole(value: Any) -> Any:

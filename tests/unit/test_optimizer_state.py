@@ -29,7 +29,9 @@ from ray_dcp.errors import CoverageError, MissingKeyError, ShapeMismatchError, S
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
 from ray_dcp.xla import prime_optimizer
+from tests.support import optimizers
 from tests.support.adapter import OwnLookup, OwnSave
+from tests.support.comparing import differences
 from tests.support.threads import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -1066,7 +1068,8 @@ def test_stages_that_share_a_parameter_keep_their_own_options(tmp_path: Path):
         model = nn.ModuleDict({"tied": tied, str(rank): own})
         return {"m": model, "o": torch.optim.SGD(model.parameters(), lr=rate * (rank + 1))}
 
-    on_ranks(lambda rank: ray_dcp.save(stage(rank, 0.5), checkpoint_id=tmp_path / "c"))
+    both = [stage(rank, 0.5) for rank in (0, 1)]
+    on_ranks(lambda rank: ray_dcp.save(both[rank], checkpoint_id=tmp_path / "c"))
 
     def load_stage(rank: int) -> float:
         state = stage(rank, 3.0)
@@ -1207,6 +1210,42 @@ def test_an_optimizer_that_steps_several_is_loaded_or_left_as_it_was(
     assert held_inside(other) == held_inside(state)
 
 
+@pytest.mark.parametrize("name", optimizers.WRAPPERS)
+def test_a_wrapper_that_need_not_have_all_gets_all_the_same(name: str, tmp_path: Path):
+    """With `strict=False` too it trains on as it would have."""
+    case = optimizers.WRAPPERS[name]
+    (model, optimizer), (other, fresh) = case.build(1), case.build(2)
+    how = {"gradients": case.gradients}
+    optimizers.train(model, optimizer, range(4), **how)
+    optimizers.train(other, fresh, range(0), **how)
+    save({"m": model, "o": optimizer}, tmp_path / "c")
+    report = load({"m": other, "o": fresh}, tmp_path / "c", strict=False)
+    assert (report.missing, report.unexpected) == ((), ())
+    for one in ((model, optimizer), (other, fresh)):
+        optimizers.train(*one, range(4, 8), **how)
+    found = optimizers.contents(other, fresh)
+    assert differences(found, optimizers.contents(model, optimizer)) == []
+
+
+def test_what_an_earlier_version_did_not_save_of_a_wrapper_is_warned_of(tmp_path: Path):
+    case = optimizers.WRAPPERS["torch's form"]
+    (model, optimizer), (other, fresh) = case.build(1), case.build(2)
+    optimizers.train(model, optimizer, range(2))
+    options = ray_dcp.LoadOptions(prefixes=["o.state", "o.param_groups", "m"])
+    save({"m": model, "o": optimizer}, tmp_path / "c")
+    earlier = {
+        name: value
+        for name, value in ray_dcp.read_state_dict(tmp_path / "c")["o"].items()
+        if name != "inner_optimizers"
+    }
+    save({"m": model, "o": earlier}, tmp_path / "old")
+    with pytest.warns(UserWarning, match="no state of 'base', which the optimizer 'o' holds"):
+        load({"m": other, "o": fresh}, tmp_path / "old")
+    ray_dcp.load({"m": other, "o": fresh}, checkpoint_id=tmp_path / "c", options=options)
+    with pytest.raises(StateDictError, match="inner_optimizers"):
+        load({"m": other, "o": optimizers.Around(other.parameters())}, tmp_path / "c")
+
+
 def test_a_primed_optimizer_inside_is_at_step_0():
     state = wrapped(0)
     inner = prime_optimizer(state["o"]).inner
@@ -1326,7 +1365,9 @@ def test_state_that_another_rank_has_a_place_for_is_not_lost(tmp_path: Path):
         return {"o": {"state": get_state_dict(state["m"], state["o"])[1]["state"],
                       "param_groups": [{"lr": 1, "params": ["all"]}]}}  # fmt: skip
 
-    on_ranks(lambda rank: ray_dcp.save(form(rank, is_trained=True), checkpoint_id=tmp_path / "c"))
+    # Why made here: threads would draw from one generator.
+    saved = [form(rank, is_trained=True) for rank in (0, 1)]
+    on_ranks(lambda rank: ray_dcp.save(saved[rank], checkpoint_id=tmp_path / "c"))
 
     def load_stage(rank: int, *, is_empty: bool) -> dict[str, Any]:
         target = form(rank, is_trained=False)
@@ -1336,7 +1377,6 @@ def test_state_that_another_rank_has_a_place_for_is_not_lost(tmp_path: Path):
         return target["o"]["state"]
 
     found = on_ranks(lambda rank: load_stage(rank, is_empty=False))
-    expected = [form(rank, is_trained=True)["o"]["state"] for rank in (0, 1)]
-    assert [shown(one) for one in found] == [shown(one) for one in expected]
+    assert [shown(one) for one in found] == [shown(one["o"]["state"]) for one in saved]
     for error in run_as_ranks(lambda rank: load_stage(rank, is_empty=True), 2):
         assert isinstance(error, StateDictError)
