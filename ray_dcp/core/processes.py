@@ -277,12 +277,18 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
         42
     """
     ended = Future[T]()
+    handed = [ended]
 
     def run() -> None:
+        future = handed.pop()
         try:
-            ended.set_result(work())
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            ended.set_exception(error)
+            future.set_exception(error)
+        finally:
+            # Why: an error has this frame in its traceback. Its future, which has the error, would
+            # keep both, and the locals of all callers, until a collector comes.
+            del future
 
     start_thread(run, name)
     return ended

@@ -4,7 +4,7 @@ It replaces the Trainer's own checkpoints: pass `TrainingArguments(save_strategy
 
 A callback sees neither the other callbacks nor how the Trainer counts its losses, and it can't make
 the Trainer skip data. So this one finds the Trainer that owns it, and extends some methods of that
-object while it trains:
+object:
 
 * `train` is given a folder to resume from, in which the Trainer finds its own state and its random
   states. It skips the data and restores these as from a checkpoint of its own.
@@ -25,7 +25,6 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -72,7 +71,8 @@ class RayDcpCallback(TrainerCallback):
     A resumed run continues at the next batch, and logs what the uninterrupted run would have
     logged. `TrainingArguments(ignore_data_skip=True)` begins the data anew. Random numbers that the
     data pipeline draws in the training process itself, for example in a collator, are restored as
-    well as the Trainer's own checkpoints do: not exactly within an epoch.
+    well as the Trainer's own checkpoints do: not exactly within an epoch. On another number of
+    ranks random states begin anew, and the Trainer counts its place in the data by steps.
 
     Args:
         manager: Decides when to save and what to keep. The caller closes it.
@@ -110,16 +110,9 @@ class RayDcpCallback(TrainerCallback):
         Args:
             trainer: A Trainer that has this callback.
         """
-        # Why weak: the function belongs to the Trainer, and would keep it alive in a cycle.
-        weak, before = weakref.ref(trainer), vars(trainer).get("train")
-
-        @functools.wraps(type(trainer).train)
-        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            trainer: Any = weak()
-            original = before or functools.partial(type(trainer).train, trainer)
-            return self._train(trainer, original, resume_from_checkpoint, args, kwargs)
-
-        trainer.train = train
+        owner = type(trainer)
+        if not hasattr(owner, _ATTACHED):
+            trainer.__class__ = _resuming(owner)
 
     def on_init_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Attaches the Trainer that is being made."""
@@ -525,6 +518,28 @@ def _extended(trainer: Any, name: str, function: Callable[..., Any]) -> Iterator
             setattr(trainer, name, before)
 
 
+_ATTACHED = "_ray_dcp_is_attached"
+
+
+def _resuming(owner: Any) -> Any:
+    """Returns a class like the one of a Trainer, in which `train` asks a `RayDcpCallback`.
+
+    Why a class: as an attribute of the Trainer, the function would either keep it alive in a cycle
+    or not keep it alive, as `Trainer(...).train()` needs.
+    """
+
+    @functools.wraps(owner.train)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(owner.train, self)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RayDcpCallback):
+                return callback._train(self, original, resume_from_checkpoint, args, kwargs)
+        return original(resume_from_checkpoint, *args, **kwargs)
+
+    own = {name: getattr(owner, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(owner.__name__, (owner,), {**own, "train": train, _ATTACHED: True})
+
+
 def _has_ended(trainer: Any) -> bool:
     """Returns whether there is no step left: the Trainer itself looks only after one more step.
 
@@ -544,7 +559,10 @@ def _owner_of(callback: TrainerCallback) -> Any:
 
     Why by the stack: the events of a callback are given everything but the Trainer.
     """
-    frame = inspect.currentframe()
+    own = inspect.currentframe()
+    # Careful: the locals of this frame would contain it, in a cycle that keeps the Trainer alive.
+    frame = None if own is None else own.f_back
+    del own
     while frame is not None:
         owner = frame.f_locals.get("self")
         handler = getattr(owner, "callback_handler", None) if isinstance(owner, Trainer) else None

@@ -41,7 +41,11 @@ def in_time(timeout_s: float, what: str, work: Callable[[], T]) -> T:
             f"expected the storage to answer within {timeout_s:g} s, but {what} still waits for "
             f"it, and is left to itself. Look after the storage, or raise plan_timeout_s"
         )
-    return done.result()
+    try:
+        return done.result()
+    finally:
+        # Why: an error has this frame in its traceback, and would keep all callers' locals alive.
+        del done
 
 
 class Background:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import filecmp
+import gc
 import importlib
 import json
 import runpy
 import shutil
 import signal
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,20 @@ def test_a_resumed_hugging_face_trainer_logs_what_it_would_have_logged(tmp_path,
     assert f"step-{best:08d}" in shown.output
 
 
+def test_a_hugging_face_trainer_is_gone_with_its_last_reference(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        with CheckpointManager(tmp_path / "run", **hf_trainer.kept()) as manager:
+            trainer = hf_trainer.made(tmp_path / "run", manager, max_steps=2)
+            trainer.train()
+            gone = weakref.ref(trainer), weakref.ref(trainer.model)
+            del trainer
+            assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_two_killed_ranks_of_a_hugging_face_trainer_log_what_they_would_have_logged(
     programs, tmp_path
 ):
@@ -260,10 +276,10 @@ def test_a_hugging_face_run_of_which_only_counters_were_saved_goes_on(tmp_path):
 
 def test_a_callback_that_a_hugging_face_trainer_was_given_later_is_attached_by_hand(tmp_path):
     with CheckpointManager(tmp_path / "run", **hf_trainer.kept()) as manager:
-        trainer = hf_trainer.made(tmp_path / "run", manager, max_steps=2)
-        callback = trainer.pop_callback(RayDcpCallback)
-        del trainer.train
-        trainer.add_callback(later := RayDcpCallback(callback._manager))
+        made = hf_trainer.made(tmp_path / "run", manager, max_steps=2)
+        data = {"train_dataset": made.train_dataset, "eval_dataset": made.eval_dataset}
+        trainer = Trainer(made.model, made.args, **data)
+        trainer.add_callback(later := RayDcpCallback(manager))
         with pytest.raises(InvalidRequestError, match=r"callback\.attach\(trainer\)"):
             trainer.train()
         later.attach(trainer)
