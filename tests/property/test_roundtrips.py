@@ -1,11 +1,18 @@
-"""Any table and any bytes: what is written is what is read, by us, by torch and by numpy slices."""
+"""Any table and any bytes: what is written is what is read, by us, by torch and by numpy slices.
+
+And any order of wrappers: a model goes on by the same losses on other ranks. RAY_DCP_THOROUGH tries
+all orders.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import pickle
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +31,10 @@ from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import MemoryStorage
+from tests.support import wrapping
 from tests.support.format_cases import difference, table_of
+from tests.support.module_ranks import LAYOUTS
+from tests.support.programs.forks import Programs
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, write_file
 from tests.unit.io_cases import table_of as table_of_plan
 
@@ -295,3 +305,26 @@ def test_stock_items_of_any_stride_are_read_as_what_they_hold(data):
     assert stats.opaque == ()
     assert [bytes(b) for b in sink.buffers] == [slice_bytes(arrays, b) for b in boxes]
     assert sorted(sink.finished) == list(range(len(boxes)))
+
+
+# --- models, however they are wrapped and whoever shares them out ---------------------------------
+
+WRAPS = tuple(wrapping.WRAPPED) if os.environ.get("RAY_DCP_THOROUGH") else wrapping.FEW[1::2]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(programs: Programs, tmp_path_factory: Any) -> dict[str, list[str]]:
+    """What is not as it was, by case of `tests.support.module_ranks`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ended = programs.run("-m", "tests.support.module_ranks", str(folder), *WRAPS, ranks=4)
+    assert [one.returncode for one in ended] == [0] * 4, "\n".join(one.stderr for one in ended)
+    return json.loads(ended[0].stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("wraps", WRAPS)
+def test_a_wrapped_model_goes_on_by_the_same_losses_on_other_ranks(
+    wraps: str, layouts: tuple[str, str], on_ranks: Any
+):
+    """With its optimizer, scheduler, extra state, metric and average, in lists and tuples."""
+    assert on_ranks[f"{wraps}, {layouts[0]} to {layouts[1]}"] == []

@@ -22,15 +22,19 @@ def _compiled(module: nn.Module, _: DeviceMesh) -> nn.Module:
     return torch.compile(module, backend="eager")
 
 
+def _group(mesh: DeviceMesh) -> Any:
+    return mesh.get_group() if mesh.ndim == 1 else None
+
+
 def _flat(use_orig_params: bool) -> Wrap:
     def wrap(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        hybrid = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+        # Why both: with a mesh the state has DTensors, with a group ShardedTensors.
+        how: dict[str, Any] = {"process_group": _group(mesh)}
+        if mesh.ndim == 2:
+            how = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        device = torch.device("cpu")
         return FullyShardedDataParallel(
-            module,
-            use_orig_params=use_orig_params,
-            device_id=torch.device("cpu"),
-            device_mesh=mesh,
-            sharding_strategy=hybrid,
+            module, use_orig_params=use_orig_params, device_id=device, **how
         )
 
     return wrap
@@ -40,7 +44,7 @@ STEPS: dict[str, Wrap] = {
     "compile": _compiled,
     "AC": lambda module, _: checkpoint_wrapper(module),
     "offload": lambda module, _: offload_wrapper(module),
-    "DDP": lambda module, _: DistributedDataParallel(module),
+    "DDP": lambda module, mesh: DistributedDataParallel(module, process_group=_group(mesh)),
     "FSDP1": _flat(False),
     "FSDP1 orig": _flat(True),
     "FSDP2": lambda module, mesh: fully_shard(module, mesh=mesh),
@@ -54,7 +58,7 @@ WRAPPED = {
         "AC | ",
         "compile+AC | ",
         "AC+compile | ",
-        "compile+AC+compile | compile",
+        "AC+compile | compile",
         "offload | compile",
         "compile+AC | DDP",
         " | DDP+compile",
@@ -81,6 +85,17 @@ WRAPPED = {
     )
 }
 """By a text: what wraps each of the layers, innermost first, and then what wraps the whole."""
+
+
+FEW = (
+    "compile+AC | ",
+    "compile+AC | DDP",
+    "AC | FSDP1",
+    " | FSDP1+compile",
+    "compile+AC | FSDP1 orig+compile",
+    "compile+AC+FSDP2 | FSDP2",
+)
+"""Those that the suite tries; RAY_DCP_THOROUGH tries all."""
 
 
 def wrapped(text: str, net: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -498,15 +498,7 @@ def losses(state: dict[str, Any], num_steps: int = 2) -> list[float]:
     return found
 
 
-FEW = (
-    "compile+AC | ",
-    "compile+AC | DDP",
-    "AC | FSDP1",
-    " | FSDP1+compile",
-    "compile+AC | FSDP1 orig+compile",
-    "compile+AC+FSDP2 | FSDP2",
-)
-WRAPPED = tuple(wrapping.WRAPPED) if os.environ.get("RAY_DCP_THOROUGH") else FEW
+WRAPPED = tuple(wrapping.WRAPPED) if os.environ.get("RAY_DCP_THOROUGH") else wrapping.FEW
 
 
 @pytest.fixture(scope="module")
