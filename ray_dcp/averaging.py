@@ -354,7 +354,7 @@ def _optimizer_names(names: Iterable[str]) -> set[str]:
     """Returns the names of the state of optimizers: below `optimizer`, or beside `param_groups`."""
     dotted = [f".{name}." for name in names]
     prefixes = {name.partition(".param_groups.")[0] for name in dotted if ".param_groups." in name}
-    parts = ("state", "other_state", "param_groups")
+    parts = ("state", "other_state", "local_state", "inner_optimizers", "param_groups")
     state = tuple(f"{prefix}.{part}." for prefix in prefixes for part in parts)
     return {
         name[1:-1] for name in dotted if name.startswith(state) or _OPTIMIZER.fullmatch(name[1:-1])

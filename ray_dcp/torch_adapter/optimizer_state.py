@@ -60,6 +60,10 @@ OTHER_STATE = "other_state"
 """Name for the entries of `optimizer.state` whose keys are no parameters. Why separate: among names
 of parameters, such a key would look like a parameter that an optimizer lacks."""
 
+LOCAL_STATE = "local_state"
+"""Name for what an optimizer keeps as plain tensors of the shape of its shard of a parameter. Each
+is a part of the whole that the shards make, and no replica; a load gives each rank its part."""
+
 Cast = tuple[str, str, str]
 """FQN, dtype in the checkpoint, dtype that the optimizer holds."""
 
@@ -391,6 +395,36 @@ def _has_place(rest: str, state: Mapping[Any, Any], params: Collection[Any]) -> 
     return is_numbered and not rest.partition(".")[0].isdecimal()
 
 
+_PARTS = ("state", "param_groups", OTHER_STATE, LOCAL_STATE)
+
+
+def _is_local_part(value: Any, parameter: DTensor) -> bool:
+    """Returns whether a value is a plain tensor of the shape of this rank's part of a parameter."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.dim() > 0
+        and value.shape == parameter.to_local().shape
+        # Why: on each rank alike, whatever is the length of its own part.
+        and any(
+            place.is_shard() and parameter.device_mesh.size(dim) > 1
+            for dim, place in enumerate(parameter.placements)
+        )
+    )
+
+
+def _as_part(value: torch.Tensor, parameter: DTensor) -> DTensor:
+    """Returns a tensor as this rank's part of one that is sharded like a parameter."""
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 class _Named:
     """Adapter of an optimizer, by the names of its module's parameters or by its own numbers.
 
@@ -420,7 +454,31 @@ class _Named:
         self._key, self._is_whole, self._is_strict = "", True, True
 
     def state_dict(self) -> dict[str, Any]:
-        return self._renamed(self._own_state_dict())
+        found = self._own_state_dict()
+        named = self._renamed(found)
+        lists = zip(named["param_groups"], self._optimizer.param_groups, strict=False)
+        owners = {
+            entry: parameter
+            for group, own in lists
+            for entry, parameter in zip(group["params"], own["params"], strict=False)
+        }
+        local: dict[Any, dict[Any, Any]] = {}
+        for entry, state in named["state"].items():
+            parameter = owners.get(entry)
+            if isinstance(state, Mapping) and isinstance(parameter, DTensor):
+                parts = {k: v for k, v in state.items() if _is_local_part(v, parameter)}
+                if parts:
+                    local[entry] = {k: _as_part(v, parameter) for k, v in parts.items()}
+        if not local:
+            return named
+        rest = {
+            entry: {k: v for k, v in state.items() if k not in local[entry]}
+            if entry in local
+            else state
+            for entry, state in named["state"].items()
+        }
+        rest = {entry: state for entry, state in rest.items() if state or entry not in local}
+        return {**named, "state": rest, LOCAL_STATE: local}
 
     def _renamed(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's own state dict with the names of its parameters."""
@@ -482,13 +540,16 @@ class _Named:
         for name, item in items.items():
             part, _, rest = name.partition(".")
             parts.setdefault(part, {})[rest] = item
-        for part in ("state", OTHER_STATE):
+        for part in ("state", OTHER_STATE, LOCAL_STATE):
             # An empty mapping has the name of the part.
             parts.get(part, {}).pop("", None)
         tree: dict[str, Any] = {"state": {}}
         groups_items = parts.pop("param_groups")
         left = self._ask_groups(groups_items, tree)
-        others = self._ask_state(parts.pop("state"), tree["state"])
+        local = self._ask_local(parts.pop(LOCAL_STATE, {}))
+        if local:
+            tree[LOCAL_STATE] = local
+        others = self._ask_state(parts.pop("state"), tree["state"], local)
         self._ask_others(tree["state"], others)
         if OTHER_STATE in parts:
             self._ask_others(tree.setdefault(OTHER_STATE, {}), parts.pop(OTHER_STATE))
@@ -576,10 +637,34 @@ class _Named:
             found.setdefault(name, {"params": [name]})[option] = value
         return list(found.values())
 
+    def _ask_local(self, items: Mapping[str, StoredValue]) -> dict[str, Any]:
+        """Returns targets for state of the shape of shards: of the whole, or parts of it."""
+        tree: dict[str, Any] = {}
+        ends = {name: path_end(item.path, name) for name, item in items.items()}
+        for table in (self._by_name, self._by_number):
+            owners = _map_to_owner(ends, table)
+            for name, owner in owners.items():
+                path = path_tail(items[name].path, name[len(owner) + 1 :])
+                made = torch.empty_like(table[owner], dtype=items[name].dtype, requires_grad=False)
+                set_by_path(tree, (owner, *path), made)
+            if owners:
+                self._table = table
+                break
+        return tree
+
     def _ask_state(
-        self, items: Mapping[str, StoredValue], root: dict[str, Any]
+        self,
+        items: Mapping[str, StoredValue],
+        root: dict[str, Any],
+        local: Mapping[str, Mapping[Any, Any]],
     ) -> dict[str, StoredValue]:
-        """Adds targets for the state of parameters; returns the items of no parameter."""
+        """Adds targets for the state of parameters; returns the items of no parameter.
+
+        Args:
+            items: The stored values.
+            root: Receives the targets.
+            local: State that has targets already.
+        """
         ends = {name: path_end(item.path, name) for name, item in items.items()}
         named, numbered = _map_to_owner(ends, self._by_name), _map_to_owner(ends, self._by_number)
         # A name may be a number too, "0" of a list of parameters; then only its path decides.
@@ -605,7 +690,8 @@ class _Named:
                 target = self._target(parameter, path, item, None if own is None else like)
                 set_by_path(root, (owner, *path), target)
             if isinstance(root[owner], dict) and isinstance(pattern, Mapping):
-                lacking = _missing_state(root[owner], own or {}, has_stepped=held is not None)
+                there = {**root[owner], **local.get(owner, {})}
+                lacking = _missing_state(there, own or {}, has_stepped=held is not None)
                 root[owner].update(lacking)
                 _add_empty(root[owner], pattern)
         if self._table is not self._by_number:
@@ -784,6 +870,10 @@ class _Named:
             elif self._is_strict:
                 check_all_taken([f"{self._key}.state.{key}"], strict=None)
         others.update(loaded.get(OTHER_STATE, {}))
+        for key, value in loaded.get(LOCAL_STATE, {}).items():
+            parts = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in value.items()}
+            owner = id(table[str(key)])
+            values[owner] = {**values.get(owner, {}), **parts}
         state: dict[Any, Any] = {}
         packed: list[dict[str, Any]] = []
         for group, own, options in zip(optimizer.param_groups, self._numbers, groups, strict=True):
@@ -806,7 +896,7 @@ class _Named:
             kept = {k: v for k, v in group.items() if k in stays or k == "param_names"}
             new = {k: _move_option(v, group.get(k)) for k, v in (options or {}).items()}
             packed.append({**kept, **new, "params": own})
-        rest = {k: v for k, v in loaded.items() if k not in ("state", "param_groups", OTHER_STATE)}
+        rest = {k: v for k, v in loaded.items() if k not in _PARTS}
         return {**rest, "state": {**state, **others}, "param_groups": packed}
 
     def _options_of(self, stored: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:

@@ -98,6 +98,20 @@ class EightBit(Plain):
         parameter.add_(moment, alpha=-group["lr"])
 
 
+class LocalCodes(Plain):
+    """Its moment is codes of its own part of a parameter, in a plain tensor."""
+
+    def update(self, parameter, gradient, state, group):
+        sharded = isinstance(parameter, DTensor)
+        local = parameter.to_local() if sharded else parameter
+        here = gradient.to_local() if sharded else gradient
+        codes = state.setdefault("codes", torch.full(local.shape, 128, dtype=torch.uint8))
+        moment = 0.9 * (codes.float() - 128) / 32 + here
+        codes.copy_((moment * 32 + 128).round().clamp(0, 255).to(torch.uint8))
+        state["step"] = state.get("step", 0) + 1
+        local.sub_(moment * group["lr"] / state["step"])
+
+
 class TwoHalves(Plain):
     """Its moment is a tensor subclass that holds two tensors, and they differ."""
 
@@ -401,6 +415,7 @@ OF_THE_TESTS: dict[str, Case] = {
     "schedule-free": Case(of(ScheduleFree)),
     "8 bits": Case(of(EightBit)),
     "subclass": Case(of(TwoHalves)),
+    "local codes": Case(of(LocalCodes)),
     "fp32 master of bf16": Case(of(MasterWeights), dtype=torch.bfloat16),
     "bf16 moments of fp32": Case(of(HalfMoments)),
     "int64 counters": Case(of(Counting)),
@@ -549,13 +564,27 @@ def contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
         for key, state in one.state.items():
             where = names.get(key, key) if isinstance(key, torch.Tensor) else key
             if not (isinstance(state, Mapping) and not state):
-                found[f"{start}state.{where}"] = by_name(state, names)
+                found[f"{start}state.{where}"] = by_name(of_all(state, key), names)
         for number, group in enumerate(one.param_groups):
             held = ",".join(sorted(str(names.get(p, "?")) for p in group["params"]))
             for option, value in group.items():
                 if option != "params":
                     found[f"{start}group({held or number}).{option}"] = value
     return {path: whole(value) for path, value in sorted(found.items())}
+
+
+def of_all(state: Any, parameter: Any) -> Any:
+    """Returns state in which a rank's own part, in a plain tensor, is a part of a sharded one."""
+    if not isinstance(parameter, DTensor) or not isinstance(state, Mapping):
+        return state
+    local = parameter.to_local().shape
+    return {
+        key: like(parameter, value)
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == local
+        and not isinstance(value, DTensor)
+        else value
+        for key, value in state.items()
+    }  # fmt: skip
 
 
 def by_name(state: Any, names: Mapping[Any, str]) -> Any:
