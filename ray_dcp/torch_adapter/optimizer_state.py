@@ -971,14 +971,7 @@ class _Named:
         """Returns the options of a group, given those of the stored groups of its parameters."""
         no_options = {"params", "param_names", *self._absent}
         options = [{k: v for k, v in one.items() if k not in no_options} for one in stored]
-        for other in options[1:]:
-            if not _is_same(options[0], other):
-                raise StateDictError(
-                    f"the checkpoint has the parameters of one group of the optimizer "
-                    f"{self._key!r} in {len(stored)} groups with other options, "
-                    f"{options[0]!r} and {other!r}; make the groups as they were saved",
-                    key=self._key,
-                )
+        _check_alike(options, self._key)
         return options[0]
 
     def _move_state(self, parameter: Any, group: Any, options: Any, value: Any) -> Any:
@@ -1296,11 +1289,29 @@ class _FlatParameters(_OwnForm):
             found.decisive = {name for names in self._group_names.values() for name in names}
 
     def check_groups(self, state: Mapping[str, Any]) -> set[str]:
-        """Returns names of stored groups that this optimizer has no parameter of."""
+        """Returns names of stored groups that this optimizer has no parameter of.
+
+        Raises:
+            StateDictError: A group has parameters of stored groups whose options differ.
+        """
         groups = state["param_groups"]
-        own = set(chain.from_iterable(self._groups))
-        taken = [j for j, names in enumerate(self._lists_of(groups)) if own & {*names}]
+        taken = set[int]()
+        for own in self._groups:
+            hits = self._hits(own, groups)
+            taken.update(hits)
+            options = [
+                {k: v for k, v in groups[j].items() if k not in ("params", "param_names")}
+                for j in hits
+            ]
+            _check_alike(options, self._key)
         return _names_of_left(groups, taken, self._group_names)
+
+    def _hits(self, own: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the indices of the stored groups that have the parameters of a group."""
+        lists = [{*names} for names in self._lists_of(groups)]
+        # Why equal ones alone: stages that share a parameter have different groups with it.
+        exact = [j for j, names in enumerate(lists) if names == {*own}]
+        return exact or [j for j, names in enumerate(lists) if names & {*own}]
 
     def _lists_of(self, groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:
         return _under_new_names([group["params"] for group in groups], self._renamed_to)
@@ -1314,20 +1325,13 @@ class _FlatParameters(_OwnForm):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
-        lists = self._lists_of(groups)
         if self._groups:
             # Why made anew: FSDP1 takes groups by position.
-            held = self._optimizer.param_groups
-            stored = [({*names}, group) for names, group in zip(lists, groups, strict=True)]
-            # Why equal ones first: stages that share a parameter have different groups with it.
+            held, stored = self._optimizer.param_groups, groups
             groups = [
-                dict(ChainMap({"params": own}, *(
-                    group
-                    for some, group in sorted(stored, key=lambda one: one[0] != {*own})
-                    if some & {*own}
-                ), rest))
+                dict(ChainMap({"params": own}, *(stored[j] for j in self._hits(own, stored)), rest))
                 for own, rest in zip(self._groups, held, strict=True)
-            ]  # fmt: skip
+            ]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _set(self, state_dict: dict[str, Any]) -> None:
@@ -1398,6 +1402,23 @@ def _under_new_names(
         ]
         for group in groups
     ]
+
+
+def _check_alike(options: Sequence[Mapping[str, Any]], key: str) -> None:
+    """Raises if the stored groups of one group's parameters have other options.
+
+    Args:
+        options: Those of each stored group.
+        key: Name of the optimizer.
+    """
+    for other in options[1:]:
+        if not _is_same(options[0], other):
+            raise StateDictError(
+                f"the checkpoint has the parameters of one group of the optimizer {key!r} in "
+                f"{len(options)} groups with other options, {options[0]!r} and {other!r}; make "
+                f"the groups as they were saved",
+                key=key,
+            )
 
 
 def _names_of_left(

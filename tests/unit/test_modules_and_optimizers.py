@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ray_dcp
 from ray_dcp.errors import ShapeMismatchError, StateDictError, UnsupportedValueError
 from tests.support import wrapping
+from tests.support.threads import run_as_ranks
 
 Wrap = Any
 
@@ -274,6 +275,42 @@ def test_groups_of_flat_parameters_are_found_by_names(key_map: Any, num_steps: i
     load(other, tmp_path, key_map=key_map)
     assert [group["lr"] for group in other["optimizer"].param_groups] == [0.5, 0.25]
     assert len(other["optimizer"].state) == len(saved["optimizer"].state)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_groups_that_stages_saved_come_into_flat_parameters_or_are_refused(tmp_path: Path):
+    def layers(rates: dict[str, float], wrap: Any = bare, **options: Any) -> dict[str, Any]:
+        model = wrap(nn.ModuleDict({name: nn.Linear(2, 2) for name in rates}), **options)
+        cut: dict[float, list[Any]] = {}
+        for name, rate in rates.items():
+            cut.setdefault(rate, []).extend(model[name].parameters())
+        groups = [{"params": parameters, "lr": rate} for rate, parameters in cut.items()]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups)}
+
+    def flat(**rates: float) -> dict[str, Any]:
+        how = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        return layers(rates, FullyShardedDataParallel, **how)
+
+    saved = [layers({"first": 0.25}), layers({"second": 0.5})]
+    for state in saved:
+        for parameter in state["model"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state["optimizer"].step()
+    done = run_as_ranks(lambda rank: ray_dcp.save(saved[rank], checkpoint_id=tmp_path), 2)
+    assert not any(isinstance(one, BaseException) for one in done), done
+    other = flat(second=7.0, first=8.0)
+    ray_dcp.load(other, checkpoint_id=tmp_path, no_dist=True)
+    assert [group["lr"] for group in other["optimizer"].param_groups] == [0.5, 0.25]
+    assert len(other["optimizer"].state) == 4
+    for state, told in (
+        (flat(first=7.0), "second"),
+        (flat(first=7.0, second=7.0), "in 2 groups with other options"),
+    ):
+        before = [p.tolist() for p in state["model"].parameters()]
+        with pytest.raises(StateDictError, match=told):
+            ray_dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert [p.tolist() for p in state["model"].parameters()] == before
+        assert {group["lr"] for group in state["optimizer"].param_groups} == {7.0}
 
 
 def test_a_module_without_memory_is_refused_and_nothing_is_called_loaded(tmp_path: Path):

@@ -1227,6 +1227,20 @@ def test_a_wrapper_that_need_not_have_all_gets_all_the_same(name: str, tmp_path:
     assert differences(found, optimizers.contents(model, optimizer)) == []
 
 
+@pytest.mark.parametrize("name", ["its own form", "of several, at any depth", "of a wrapper"])
+def test_a_wrapper_is_primed_with_all_that_it_holds(name: str):
+    """Also one that steps only in its mode for training."""
+    case = optimizers.WRAPPERS[name]
+    (model, optimizer), (other, stepped) = case.build(1), case.build(1)
+    before = optimizers.contents(model, optimizer)
+    prime_optimizer(optimizer)
+    made = optimizers.contents(model, optimizer)
+    assert differences({path: made[path] for path in before}, before) == []
+    optimizers.train(other, stepped, range(1))
+    is_state = [path for path in optimizers.contents(other, stepped) if "state." in path]
+    assert sorted(path for path in made if "state." in path) == sorted(is_state)
+
+
 def test_what_an_earlier_version_did_not_save_of_a_wrapper_is_warned_of(tmp_path: Path):
     case = optimizers.WRAPPERS["torch's form"]
     (model, optimizer), (other, fresh) = case.build(1), case.build(2)
