@@ -9,6 +9,7 @@ compared.
 from __future__ import annotations
 
 import copy
+import os
 import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
@@ -31,10 +32,16 @@ SAFE_GLOBALS = [Trust, TwoTensor]
 class Net(nn.Module):
     """Parameters of one and two dimensions, and a buffer; rows of 64 for equal vector loops."""
 
-    def __init__(self, *, only_matrices: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        *,
+        only_matrices: bool = False,
+        dtype: torch.dtype = torch.float32,
+        rows: int = 7,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 64, dtype=dtype)
-        self.up = nn.Linear(64, 7, bias=not only_matrices, dtype=dtype)
+        self.up = nn.Linear(64, rows, bias=not only_matrices, dtype=dtype)
         self.down = nn.Linear(64, 3, bias=False, dtype=dtype)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
@@ -370,13 +377,14 @@ class Case:
     make: Make
     dtype: torch.dtype = torch.float32
     only_matrices: bool = False
+    rows: int = 7
     gradients: str = "dense"
     """`dense`, `sparse`, those of a `closure`, or `twice`: dense ones, then those of a closure."""
 
     def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Returns a module with random parameters, and its optimizer."""
         torch.manual_seed(seed)
-        module = Net(only_matrices=self.only_matrices, dtype=self.dtype)
+        module = Net(only_matrices=self.only_matrices, dtype=self.dtype, rows=self.rows)
         return module, self.make(module)
 
 
@@ -469,6 +477,18 @@ def of_packages() -> dict[str, Case]:
                 of(getattr(more, name), base_optimizer=optim.SGD, lr=0.05, momentum=0.9),
                 gradients="twice",
             )
+    # Why by hand: these packages are large, and warn of kernels that they have not.
+    if os.environ.get("RAY_DCP_THOROUGH") and find_spec("torchao"):
+        from torchao import optim as ao
+
+        for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
+            found[f"torchao {name}"] = Case(of(getattr(ao, name), lr=0.05), rows=64)
+    if os.environ.get("RAY_DCP_THOROUGH") and find_spec("bitsandbytes"):
+        from bitsandbytes import optim as bits
+
+        for name in ("AdamW", "AdamW8bit", "Lion8bit", "SGD8bit"):
+            options = {"lr": 0.05} | ({"momentum": 0.9} if name == "SGD8bit" else {})
+            found[f"bitsandbytes {name}"] = Case(of(getattr(bits, name), **options), rows=64)
     return found
 
 
@@ -603,6 +623,8 @@ def whole(value: Any) -> Any:
         value = value.full_tensor()
     if type(value) is TwoTensor:
         return TwoTensor(whole(value.a), whole(value.b))
+    if hasattr(value, "__tensor_flatten__"):
+        return {name: whole(getattr(value, name)) for name in value.__tensor_flatten__()[0]}
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
