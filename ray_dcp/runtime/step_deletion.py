@@ -228,6 +228,7 @@ def delete(
     *,
     storage_options: Mapping[str, object] | None = None,
     dry_run: bool = False,
+    opener: Opener = open_storage,
     force: bool = False,
     expected: str | None = None,
 ) -> CollectReport:
@@ -244,6 +245,7 @@ def delete(
         path: Path or URL of one checkpoint.
         storage_options: Options for the storage.
         dry_run: Whether only to report the files to delete.
+        opener: Opens the storage.
         force: Whether to delete a step of a run that is tagged or being read.
         expected: Attempt of the checkpoint to delete, "" if there should be none: any other one is
             kept. None for any checkpoint.
@@ -271,7 +273,9 @@ def delete(
         (('__0_0.0123456789abcdef.distcp',), 4)
     """
     target = target_of(path, storage_options)
-    deletion = StepDeletion(target, step_of(target.url.rstrip("/").rpartition("/")[2]))
+    deletion = StepDeletion(
+        target, step_of(target.url.rstrip("/").rpartition("/")[2]), opener=opener
+    )
     check = partial(
         deletion.check,
         force=force,
@@ -281,4 +285,4 @@ def delete(
     check()
     if deletion.is_in_run:
         return deletion.delete(expected, dry_run=dry_run, check=check)
-    return garbage_collection.delete(target, dry_run=dry_run, expected=expected)
+    return garbage_collection.delete(target, dry_run=dry_run, opener=opener, expected=expected)

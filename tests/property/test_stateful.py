@@ -565,6 +565,13 @@ def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(machine
     assert committed > 0
 
 
+@pytest.mark.parametrize("which", ["collect", "delete"])
+def test_a_dry_run_changes_nothing(machine, which):
+    machine.make_places(local=True)
+    machine.save(0, {**HOW, "again": False}, Order(), [])
+    machine.collect_dry(0, which)
+
+
 def test_everything_that_must_be_tried_was_reached():
     """Runs last in this module: what the histories above reached."""
     print("\n" + report())

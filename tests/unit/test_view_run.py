@@ -191,7 +191,7 @@ def test_a_tag_is_not_told_where_its_step_was_deleted_and_saved_anew(run: Path, 
     def refresh(self: RunView) -> RunView:
         monkeypatch.undo()
         with ray_dcp.CheckpointManager(run, 1, order="any") as manager:
-            manager.delete(10)  # with its tags
+            manager.delete(10, force=True)  # with its tags
             manager.save(10, {"w": torch.ones(3)})
         return real(self)
 
@@ -263,7 +263,8 @@ def test_the_states_of_steps_that_are_not_whole(run: Path):
 
 def test_a_run_is_a_table_of_steps_metrics_bytes_and_times(run: Path, tmp_path: Path):
     other = SaveOptions(unchanged="link")
-    opened = ray_dcp.open(run).tag(20, "good", "best-yet").annotate(10, "the first")
+    opened = ray_dcp.open(run).tag(20, "good", "best-yet").annotate(20, "the second")
+    opened = opened.annotate(10, "the first")
     state = {"w": torch.ones(8, 2), "frozen": torch.ones(16)}
     for _ in range(2):
         ray_dcp.save(state, checkpoint_id=run / "final", options=other)
@@ -296,7 +297,8 @@ def test_a_run_is_a_table_of_steps_metrics_bytes_and_times(run: Path, tmp_path: 
     assert final["step"] is pandas.NA
     assert pandas.isna(final["metrics.loss"])
     assert str(frame["step"].dtype) == "Int64"
-    assert by_name.loc["step-00000010", "note"] == "the first"
+    assert twenty["note"] == "the second"
+    assert by_name.loc["step-00000010", "note"] == ""  # the one before was deleted with its note
 
 
 def test_without_pandas_the_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
