@@ -20,12 +20,12 @@ import secrets
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ray_dcp.commit_protocol.error_aggregation import combine, name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
@@ -273,10 +273,16 @@ def session_of(process_group: Any, timeout_s: float = FIRST_CALL_S) -> Session |
         known, session = sessions.of(group)
         if not known:
             if dist.get_rank(group) >= 0:
-                ranks, name = dist.get_process_group_ranks(group), getattr(group, "group_name", "")
+                ranks, num_met = dist.get_process_group_ranks(group), _num_met.get(group, 0)
+                name = "world" if group is dist.group.WORLD else getattr(group, "group_name", "")
                 await_group(
-                    job_store(), ranks, dist.get_rank(), timeout_s=timeout_s, name=str(name)
+                    job_store(),
+                    ranks,
+                    dist.get_rank(),
+                    timeout_s=timeout_s,
+                    name=f"{name}/{num_met}",
                 )
+                _num_met[group] = num_met + 1
             session = _make(dist, group)
             sessions.set(group, session)
     return session
@@ -380,9 +386,10 @@ def connect_announced() -> Iterator[None]:
         raise
 
 
-_made: Counter[tuple[str, int]] = Counter()
-"""How many sessions of a group a rank has made. *Why*: what its ranks wrote for the last one is
-still in the store."""
+_num_met: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How often the ranks of a group have met to make a session. *Why*: what they wrote for the last
+one is still in the store. *Why* of the group object: a process that outlives a resize is in a new
+group, in which others are for the first time."""
 
 
 def await_group(
@@ -402,7 +409,7 @@ def await_group(
         rank: This rank, as numbered in the default group.
         look_s: Interval at which the store is read for ranks that use `connect`, in seconds.
         timeout_s: Deadline for all ranks, in seconds.
-        name: Name of the group, the same on all ranks.
+        name: Name of the group and of this meeting of it, the same on all ranks.
 
     Raises:
         RankDisagreementError: A rank that is awaited uses `connect`.
@@ -411,7 +418,6 @@ def await_group(
     if store is None:
         return
     group = f"{JOB_KEY}/{name}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
-    made, group = (group, rank), f"{group}/{_made[group, rank]}"
     store.set(f"{group}/{rank}", json.dumps(_place_of(rank)))
     keys = {f"{group}/{other}": other for other in ranks if other != rank}
     missing = [*keys]
@@ -441,7 +447,6 @@ def await_group(
                 f"connect on every rank, or on none",
                 rank=rank,
             )
-    _made[made] += 1
 
 
 _Place = Sequence[Any]

@@ -334,6 +334,11 @@ class RaySession(Session):
                 )
             return self._staging
 
+    @property
+    def is_outlived(self) -> bool:
+        """See `Session.is_outlived`."""
+        return self.closed or self.connection.is_replaced
+
     def coordinator(self) -> Any:
         """Returns the handle of the coordinator."""
         return self._look_up(False)

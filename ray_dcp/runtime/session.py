@@ -303,6 +303,11 @@ class Session(ABC):
         info: dict[str, Any] = self._ask("info", timeout_s=MARGIN_S)
         return info
 
+    @property
+    def is_outlived(self) -> bool:
+        """Whether this process has left what the session stands on, and can make another one."""
+        return self.closed
+
     def close(self) -> None:
         """Leaves the session. Never raises because the coordinator is gone."""
         if not self.closed:
@@ -435,11 +440,14 @@ class GroupSessions:
     def of(self, group: Any) -> tuple[bool, Session | None]:
         """Returns whether this very group object is registered, and its session.
 
-        A group that was destroyed and created again is another object, and has no session yet.
+        A group that was destroyed and created again is another object, and has no session yet; nor
+        has one whose session is outlived.
         """
         with self._lock:
             known, session = self._groups.get(id(group), (None, None))
-            if known is None or known() is not group or (session is not None and session.closed):
+            if known is None or known() is not group:
+                return False, None
+            if session is not None and session.is_outlived:
                 return False, None
             return True, session
 
@@ -447,7 +455,9 @@ class GroupSessions:
         """Registers the session of a group, None for a group of one; closes unused ones."""
         with self._lock:
             dead = [key for key, (known, _) in self._groups.items() if known() is None]
-            ended = [self._groups.pop(key)[1] for key in dead]
+            # Why the group itself: its session is outlived.
+            replaced = [id(group)] if id(group) in self._groups else []
+            ended = [self._groups.pop(key)[1] for key in {*dead, *replaced}]
             self._groups[id(group)] = (weakref.ref(group), session)
         for each in ended:
             if each is not None:
@@ -490,13 +500,19 @@ class Connection:
         """Whether the process is still connected to the same Ray."""
         return self._made_with is not None and self._now() == self._made_with
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the process is connected to another Ray, or anew to the same one."""
+        return self._now() not in (None, self._made_with)
+
     def check(self) -> None:
         """Raises `ParticipantError` if the connection is not up."""
         if not self.is_up:
             raise ParticipantError(
                 f"Expected the Ray that {self._who} was made with, but this process has shut it "
                 f"down since. Call ray.shutdown() after the last save or load has ended; to go "
-                f"on, close the session and connect again",
+                f"on, call ray.init() again on all ranks, or, after ray_dcp.connect, close the "
+                f"session and connect again",
                 rank=self._rank,
             )
 

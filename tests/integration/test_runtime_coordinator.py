@@ -17,6 +17,7 @@ from ray_dcp.runtime.discovery import connect, current_session
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.session import NAMESPACE, coordinator_name
 from tests.support.processes import eventually, lives
+from tests.support.programs.forks import plain_environment
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -231,3 +232,39 @@ def test_a_process_outlives_that_ray_is_shut_down_under_threads_that_use_it(ray_
     # A process of its own: when it fails, Ray ends it. Most of such rounds did.
     (ended,) = programs.run("-c", SCRIPT, ray_session, str(ROUNDS))
     assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr
+
+
+AGAIN = """
+import os, sys
+import ray, torch
+import torch.distributed as dist
+import ray_dcp
+
+dist.init_process_group("gloo")
+rank, sessions = dist.get_rank(), []
+for turn in range(3):
+    ray.init(sys.argv[1], log_to_driver=False, configure_logging=False)
+    state = {"w": torch.full((3,), float(turn))}
+    ray_dcp.save(state, checkpoint_id=f"{sys.argv[2]}/{turn}")
+    ray_dcp.async_save(state, checkpoint_id=f"{sys.argv[2]}/async-{turn}").committed(180)
+    found = {"w": torch.zeros(3)}
+    ray_dcp.load(found, checkpoint_id=f"{sys.argv[2]}/async-{turn}")
+    assert found["w"].tolist() == [turn] * 3
+    ray.shutdown()
+    try:
+        ray_dcp.save(state, checkpoint_id=f"{sys.argv[2]}/down")
+    except ray_dcp.ParticipantError as error:
+        assert "call ray.init() again on all ranks" in error.message, error
+    else:
+        raise AssertionError("saved without its Ray")
+    dist.barrier()
+print("saved again")
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_whose_ranks_leave_their_ray_and_come_back_goes_on(ray_session, programs, tmp_path):
+    env = plain_environment(RAY_AUTH_MODE="disabled")
+    ended = programs.run("-c", AGAIN, ray_session, str(tmp_path), ranks=2, env=env)
+    assert [one.stdout for one in ended] == ["saved again\n"] * 2, [one.stderr for one in ended]
+    assert not (tmp_path / "down").exists()
