@@ -455,28 +455,25 @@ WRAPPERS: dict[str, Case] = {
 
 
 def of_packages() -> dict[str, Case]:
-    """Returns optimizers of the packages that are installed."""
+    """Returns optimizers of other packages; of large ones by hand, where they are installed."""
+    import pytorch_optimizer as more
+    import schedulefree as free
+
     found: dict[str, Case] = {}
-    if find_spec("schedulefree"):
-        import schedulefree as free
-
-        for name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"):
-            found[f"schedulefree {name}"] = Case(of(getattr(free, name), lr=0.05))
-        found["schedulefree wrapper"] = Case(lambda m: free.ScheduleFreeWrapper(momentum(m)))
-    if find_spec("pytorch_optimizer"):
-        import pytorch_optimizer as more
-
-        for name in ("ScheduleFreeWrapper", "OrthoGrad", "TRAC", "Magma", "PCGrad"):
-            found[f"pytorch_optimizer {name}"] = Case(lambda m, n=name: getattr(more, n)(adam(m)))
-        for how in ("none", "reset", "pullback"):
-            found[f"pytorch_optimizer Lookahead, {how}"] = Case(
-                lambda m, how=how: more.Lookahead(momentum(m), k=3, pullback_momentum=how)
-            )
-        for name in ("SAM", "LookSAM", "FriendlySAM"):
-            found[f"pytorch_optimizer {name}"] = Case(
-                of(getattr(more, name), base_optimizer=optim.SGD, lr=0.05, momentum=0.9),
-                gradients="twice",
-            )
+    for name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"):
+        found[f"schedulefree {name}"] = Case(of(getattr(free, name), lr=0.05))
+    found["schedulefree wrapper"] = Case(lambda m: free.ScheduleFreeWrapper(momentum(m)))
+    for name in ("ScheduleFreeWrapper", "OrthoGrad", "TRAC", "Magma", "PCGrad"):
+        found[f"pytorch_optimizer {name}"] = Case(lambda m, n=name: getattr(more, n)(adam(m)))
+    for how in ("none", "reset", "pullback"):
+        found[f"pytorch_optimizer Lookahead, {how}"] = Case(
+            lambda m, how=how: more.Lookahead(momentum(m), k=3, pullback_momentum=how)
+        )
+    for name in ("SAM", "LookSAM", "FriendlySAM"):
+        found[f"pytorch_optimizer {name}"] = Case(
+            of(getattr(more, name), base_optimizer=optim.SGD, lr=0.05, momentum=0.9),
+            gradients="twice",
+        )
     # Why by hand: these packages are large, and warn of kernels that they have not.
     if os.environ.get("RAY_DCP_THOROUGH") and find_spec("torchao"):
         from torchao import optim as ao

@@ -23,6 +23,7 @@ HANDLED = {
     "events._lock": "a new one; listeners stay, as handlers of logs do",
     "manager.collective_actions._listeners": "listen only in the process that asked for it",
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
+    "core.damage.DAMAGE": "a new lock; what was found damaged stays so",
     "runtime.rank_load._ended": "a new one; reads that hang do so in the parent",
     "runtime.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
     "runtime.ray_calls._asked": "of each thread",
