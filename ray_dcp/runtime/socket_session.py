@@ -25,9 +25,11 @@ import logging
 import os
 import pickle
 import platform
+import random
 import resource
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -53,8 +55,10 @@ SERVED_S = 3.0
 """The same for whoever connects to rank 0, in seconds; a rank that was late tries again."""
 
 MOST_STRANGERS = 256
-"""Most connections that have not authenticated, a quarter of them from one address; less where few
-files may be open."""
+"""Most connections that have not authenticated; less where few files may be open. More wait."""
+
+GRACE_S = 0.25
+"""How long such a connection is kept at least, in seconds, where others wait for its place."""
 
 EXIT_S = 10.0
 """How long the process of rank 0 waits at its exit until the other ranks have their answers, in
@@ -203,7 +207,7 @@ class _ServingLoop(CoordinatorLoop):
         super().__init__(performer=performer)
         self._server, self._key = server, key
         self.channels: dict[Member, Channel] = {}
-        self._strangers: dict[asyncio.Task[Channel], str] = {}
+        self._strangers: dict[asyncio.Task[Channel], tuple[str, float]] = {}
         self._most_strangers = most_strangers()
         self._num_refused, self._report_s = 0, 0.0
         self._resumed.set()
@@ -212,6 +216,7 @@ class _ServingLoop(CoordinatorLoop):
 
     async def _accept(self) -> None:
         while True:
+            await self._make_room()
             try:
                 sock, address = await self._loop.sock_accept(self._server)
             except OSError:  # no more descriptors
@@ -222,18 +227,30 @@ class _ServingLoop(CoordinatorLoop):
             await asyncio.sleep(0)
 
     def _admit(self, sock: socket.socket, host: str) -> None:
-        """Begins to authenticate a connection; drops the oldest one if there are too many.
-
-        *Why the oldest*: a rank needs milliseconds; who says nothing gives way to it.
-        """
         task = asyncio.ensure_future(Channel.begin(sock, self._key, serves=True))
-        self._strangers[task] = host
+        self._strangers[task] = host, self._loop.time()
         self._start_task(self._serve(task, host))
-        others = [one for one, place in self._strangers.items() if place == host]
-        if len(others) > self._most_strangers // 4 or len(self._strangers) > self._most_strangers:
-            first = others[0] if len(others) > 1 else next(iter(self._strangers))
-            del self._strangers[first]
-            first.cancel()
+
+    async def _make_room(self) -> None:
+        """Returns once another connection may be accepted; drops one that takes long if need be.
+
+        *Why not before its grace*: where thousands of ranks connect at once, each new one would
+        take the place of one that is about to get in. *Why the oldest of the address with most*:
+        who says nothing gives way to ranks, which are few at one address.
+        """
+        while len(self._strangers) >= self._most_strangers:
+            (busiest, _), *_ = Counter(host for host, _ in self._strangers.values()).most_common(1)
+            first, begin_s = next(
+                (one, begin_s)
+                for one, (host, begin_s) in self._strangers.items()
+                if host == busiest
+            )
+            left_s = begin_s + GRACE_S - self._loop.time()
+            if left_s <= 0:
+                del self._strangers[first]
+                first.cancel()
+                return
+            await asyncio.wait(self._strangers, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _report_refused(self, host: str, error: BaseException) -> None:
         self._num_refused += 1
@@ -357,14 +374,14 @@ class SocketCoordinator(LoopThread[_ServingLoop]):
 JOIN_S = 60.0
 """How long the ranks wait for each other while they connect, in seconds."""
 
-_TRIES = 4
-"""How often a rank tries to make its first connection."""
-
 _REPORT_EVERY_S = 60.0
 """Interval at which refused connections are reported, in seconds."""
 
 _PAUSE_S = 0.2
 """Pause before another try to connect or to accept a connection, in seconds."""
+
+_LONGEST_PAUSE_S = 1.0
+"""The same after many tries."""
 
 logger = logging.getLogger(__name__)
 
@@ -397,15 +414,8 @@ class _Calling:
             OSError: No process listens there.
             TimeoutError: It does not answer.
         """
-        for left in reversed(range(_TRIES)):
-            try:
-                channel = self.channel = await self._connect()
-                break
-            except (EOFError, ConnectionResetError, asyncio.TimeoutError):
-                # Why again: rank 0 drops connections that take long, where there are many.
-                if not left:
-                    raise
-            await asyncio.sleep(_PAUSE_S)
+        # Why again: rank 0 drops connections that take long, where there are many.
+        channel = self.channel = await self._connected_within(JOIN_S)
         self._running = asyncio.ensure_future(self._run(channel))
 
     async def call(self, message: Any) -> Any:
@@ -436,7 +446,7 @@ class _Calling:
                     self._resolve_answer(*await channel.receive())
             channel.close()
             try:
-                channel = await self._connect_again()
+                channel = await self._connected_within(OUT_OF_REACH_S)
             except CLOSED as error:
                 ended = self._ended = self._on_end(error)
                 for _, answer in self.unanswered.values():
@@ -460,24 +470,27 @@ class _Calling:
         else:
             answer.set_exception(value)
 
-    async def _connect_again(self) -> Channel:
-        """Returns another connection.
+    async def _connected_within(self, timeout_s: float) -> Channel:
+        """Returns a new connection.
 
         Raises:
+            PermissionError: The process that listens there does not know the key.
             OSError: This rank closed the session; or nothing listens, as rank 0 has ended; or no
-                connection could be made for `OUT_OF_REACH_S`.
+                connection could be made for `timeout_s`.
         """
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + OUT_OF_REACH_S
+        end_s, pause_s = loop.time() + timeout_s, _PAUSE_S
         while not self._closing:
             try:
                 return await self._connect()
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, PermissionError):
                 raise
             except CLOSED:
                 if loop.time() > end_s:
                     raise
-            await asyncio.sleep(_PAUSE_S)
+            # Why random: ranks that came at once are not to come at once again.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise ConnectionAbortedError("this rank has closed the session")
 
 

@@ -94,8 +94,9 @@ def address_of(sessions: list[SocketSession]) -> tuple[str, int]:
 
 
 def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
-    pool, sessions, caplog
+    pool, sessions, caplog, monkeypatch
 ):
+    monkeypatch.setattr(socket_session, "JOIN_S", 0.5)
     with pytest.raises((EOFError, OSError)):
         SocketLink("s", 1, "a stranger", address_of(sessions), b"a wrong key")
     with socket.create_connection(address_of(sessions)) as stranger:
@@ -156,17 +157,33 @@ def test_strangers_who_say_nothing_take_no_descriptors_and_one_line_of_the_log(
     loop._most_strangers = 16
     monkeypatch.setattr(socket_session, "HANDSHAKE_S", 60.0)
     monkeypatch.setattr(socket_session, "SERVED_S", 60.0)
+    monkeypatch.setattr(socket_session, "GRACE_S", 0.01)
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(address_of(sessions), 60))
-            assert len(loop._strangers) <= 5
+            assert len(loop._strangers) <= 16
         assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
         # A rank gets in while they are there, and nobody who is in is dropped.
         break_connection(sessions[1])
         assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
-        assert eventually(lambda: len(loop._strangers) <= 4)
-        assert len(socket_session._open) < 20
+        assert eventually(lambda: len(loop._strangers) <= 16)
+        assert len(socket_session._open) < 30
     assert sum(one.startswith("Refused") for one in caplog.messages) == 1
+
+
+def test_all_ranks_get_in_that_connect_at_once_from_one_address(sessions):
+    sessions[0]._link.inner._most_strangers = 8
+    key = sessions[1]._link._key
+
+    def connect(rank: int) -> SocketLink:
+        together.wait(60)
+        return SocketLink("s", rank, "a rank", address_of(sessions), key)
+
+    together = threading.Barrier(100)
+    with ThreadPoolExecutor(100) as pool:
+        links = list(pool.map(connect, range(NUM_RANKS, NUM_RANKS + 100)))
+        assert len(sessions[0]._link.inner.channels) >= 100
+        list(pool.map(SocketLink.close, links))
 
 
 def end_of(session: SocketSession) -> Any:
