@@ -188,16 +188,16 @@ class ModuleState:
                 if name not in state and (end := path_end(item.path, rest)):
                     name = str(end[0])  # A key may have dots, as that of a quantised weight.
                 found.setdefault(name, {})[rest[len(name) + 1 :]] = item
-        made = dict(state)
+        made, names_of = dict(state), dict[str, list[str]]()
         for name, items in found.items():
+            names_of.setdefault(name.rpartition(".")[0], []).append(name)
             if name.endswith(_EXTRA) or not _fits(state.get(name), items):
                 made |= self._tree(name, items, state.get(name), stored, owners)
         for prefix, (raw, owner) in owners.items():
             changed = {
                 name
-                for name in found
-                if name.rpartition(".")[0] == prefix
-                and made.get(name) is not state.get(name)
+                for name in names_of.get(prefix, ())
+                if made.get(name) is not state.get(name)
                 and (name not in state or isinstance(state[name], torch.Tensor))
                 and not name.endswith(_EXTRA)
             }

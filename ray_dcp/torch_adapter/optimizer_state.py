@@ -1059,7 +1059,7 @@ class _Wrapping:
         start = f"{key}.{INNER}"
         mine = [name for name in stored.names if not below(name, (start,))]
         found: OptimizerTargets = self._outer.targets(
-            key, Stored({*mine}, stored.value), prefixes, strict=strict
+            key, replace(stored, names=dict.fromkeys(mine)), prefixes, strict=strict
         )
         self._asked = []
         if found.state is None:

@@ -138,25 +138,28 @@ def held_by(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
     for name, value in getattr(optimizer, "__dict__", {}).items():
         # Why not: tensors are the keys of `state`, which may hold many.
         if name not in ("state", "param_groups", "defaults"):
-            _find_held(value, name, found, 0)
+            _find_held(value, (name,), found, {})
     return found
 
 
-def _find_held(value: Any, name: str, found: dict[str, Any], depth: int) -> None:
+def _find_held(
+    value: Any, path: tuple[Any, ...], found: dict[str, Any], seen: dict[int, Any]
+) -> None:
     if isinstance(value, torch.optim.Optimizer):
         if not any(value is one for one in found.values()):
-            found[name] = value
-    elif depth > _MOST_DEPTH:
+            # Why not a text before: keys may be parameters, whose text takes long.
+            found[".".join(map(str, path))] = value
         return
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            _find_held(each, f"{name}.{key}", found, depth + 1)
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            _find_held(each, f"{name}.{index}", found, depth + 1)
-    elif hasattr(value, "__dict__") and _steps(value):
-        for key, each in vars(value).items():
-            _find_held(each, f"{name}.{key}", found, depth + 1)
+    is_wrapper = not isinstance(value, Mapping | list | tuple)
+    if is_wrapper and not (hasattr(value, "__dict__") and _steps(value)):
+        return
+    if id(value) in seen or len(path) > _MOST_DEPTH + 1:
+        return  # Containers may hold each other.
+    seen[id(value)] = value
+    container = vars(value) if is_wrapper else value
+    pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, each in pairs:
+        _find_held(each, (*path, key), found, seen)
 
 
 def prime(optimizer: Any, only: Collection[int] | None = None) -> list[torch.Tensor]:

@@ -1241,6 +1241,36 @@ def test_a_wrapper_is_primed_with_all_that_it_holds(name: str):
     assert sorted(path for path in made if "state." in path) == sorted(is_state)
 
 
+class _Key:
+    def __str__(self) -> str:
+        raise AssertionError("the text of a parameter takes long")
+
+    __repr__ = __str__
+
+
+class _Visited(dict[Any, Any]):
+    num_visits = 0
+
+    def items(self) -> Any:
+        self.num_visits += 1
+        return super().items()
+
+
+def test_what_an_optimizer_holds_is_searched_once_and_named_only_if_it_is_an_optimizer(
+    tmp_path: Path,
+):
+    """Optimizers keep mappings by parameter, and registries that hold themselves."""
+    model = nn.Linear(2, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    registry = _Visited({_Key(): 1})
+    registry |= {"a": registry, "b": [registry], "adam": torch.optim.Adam(model.parameters())}
+    optimizer.registry, optimizer.number_of = registry, {_Key(): 0}
+    save({"m": model, "o": optimizer}, tmp_path / "c")
+    names = ray_dcp.read_state_dict(tmp_path / "c")["o"]["inner_optimizers"]
+    assert list(names) == ["registry.adam"]
+    assert registry.num_visits < 20
+
+
 def test_what_an_earlier_version_did_not_save_of_a_wrapper_is_warned_of(tmp_path: Path):
     case = optimizers.WRAPPERS["torch's form"]
     (model, optimizer), (other, fresh) = case.build(1), case.build(2)
