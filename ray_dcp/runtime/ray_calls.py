@@ -480,7 +480,10 @@ def signal_handlers_kept() -> Iterator[None]:
 
 def train_ranks() -> tuple[int, int, str] | None:
     """Returns (rank, world size, experiment) in a Ray Train worker, and None elsewhere."""
-    if "ray.train" not in sys.modules or ray.get_runtime_context().get_actor_id() is None:
+    # Careful: asked in a process without Ray, `get_runtime_context` starts one.
+    if "ray.train" not in sys.modules or not ray.is_initialized():
+        return None
+    if ray.get_runtime_context().get_actor_id() is None:
         return None
     from ray.train import get_context
 

@@ -318,6 +318,13 @@ def test_no_call_starts_a_ray(name):
     assert not ray.is_initialized()
 
 
+def test_a_process_that_only_imported_ray_train_is_none_of_its_workers():
+    import ray.train  # noqa: F401
+
+    assert ray_calls.train_ranks() is None
+    assert not ray.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(Exception("no submit"), ParticipantError), (TypeError("no pickle"), TypeError)],
