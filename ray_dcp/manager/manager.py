@@ -194,6 +194,8 @@ class CheckpointManager:
         if export is not None:
             self._exporter = StepExporter(self._root, self._settings, export)
         self._writer = Writer(self._root, self._settings, after_commit=self._begin_export)
+        # Refuses one of several processes that are not in a group, which only saves have to be.
+        self._check_grouped = partial(session_for, process_group, no_dist, saves=True)
         self._preemption = Preemption()
         self._on_failure = on_failure
         self._actions = CollectiveActions(
@@ -415,6 +417,7 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.save`; earlier steps are unchanged.
         """
         self._check_writable()
+        self._check_grouped()
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
         return self._actions.save(plain_integer(step), state_dict, force, told, progress)
 
@@ -451,6 +454,7 @@ class CheckpointManager:
             CheckpointError: As `save`, if the error occurs before the bytes are copied.
         """
         self._check_writable()
+        self._check_grouped()
         _close_at_exit(self)
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
         is_saving = self._actions.save_async(plain_integer(step), state_dict, force, told)

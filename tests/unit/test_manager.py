@@ -930,3 +930,20 @@ def test_a_name_that_was_altered_in_a_listing_hides_no_step(monkeypatch):
     reader = CheckpointManager(place, read_only=True)
     assert reader.all_steps() == [1, 2]
     assert altered
+
+
+@pytest.mark.filterwarnings("ignore:this process is rank 1 of 2")
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_a_process_of_several_without_a_group_is_refused_to_save_and_may_restore(
+    save, tmp_path, monkeypatch
+):
+    with ray_dcp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"step": 1}, force=True)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(ray_dcp.InvalidRequestError, match="rank 1 of 2") as caught:
+            getattr(manager, save)(2, {"step": 2}, force=True)
+        assert caught.value.key == "no_dist"
+        assert manager.restore("latest", {"step": 0}).step == 1
+    with ray_dcp.CheckpointManager(tmp_path, no_dist=True) as alone:
+        alone.save(2, {"step": 2}, force=True)
