@@ -319,7 +319,7 @@ def test_no_call_starts_a_ray(name):
 
 
 def test_a_process_that_only_imported_ray_train_is_none_of_its_workers():
-    import ray.train  # noqa: F401
+    import ray.train
 
     assert ray_calls.train_ranks() is None
     assert not ray.is_initialized()
