@@ -35,7 +35,6 @@ from ray_dcp.core.json_text import to_json
 from ray_dcp.core.processes import run_tasks
 from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
-from ray_dcp.format.manifest import repeated, tied_in
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
 from ray_dcp.io.checkpoint import (
     INDEX_NAME,
@@ -74,8 +73,6 @@ class Selected:
     """Dtype of the new tensor; None for objects."""
     is_any_class: bool = False
     """Whether the value may have been saved as a tensor subclass, which ray_dcp can read."""
-    tied: str = ""
-    """First name in the checkpoint of the tensors that were of one memory, if this one was."""
 
     @property
     def fqn(self) -> str:
@@ -359,10 +356,9 @@ def stored_in(
     """
     decision = decide_load(None, reader, checkpoint_id)
     record, is_ours = b"", decision.path != FOREIGN and decision.target is not None
-    tied: dict[str, str] = {}
     if is_ours:
         checkpoint = read_checkpoint(open_storage(decision.target), checks_later=True)
-        table, record, tied = checkpoint.table, checkpoint.record, tied_in(checkpoint.manifest)
+        table, record = checkpoint.table, checkpoint.record
         content = Stored.of_table(table, {name: at for at, name in enumerate(table.names)})
     else:
         if checkpoint_id is not None:
@@ -373,8 +369,7 @@ def stored_in(
         value = content.value(name)
         is_any_class = is_ours and value.dtype is not None and value.is_raw is not True
         path = tuple(value.path or (name,))
-        group = tied.get(name, "")
-        found.append(Selected(name, path, value.shape, value.dtype, is_any_class, group))
+        found.append(Selected(name, path, value.shape, value.dtype, is_any_class))
     return found, record
 
 
@@ -567,7 +562,6 @@ def dcp_to_torch_save(
     if objects:
         read_into(objects, dcp_checkpoint_dir, None, options, casts=casts)
         _rename_parameters(objects, stored, found, key_map)
-    repeats = _repeats(stored)
     shown = reporting(progress, "exporting", os.fspath(torch_save_path))
     with shown as meter, _publish_file(torch_save_path) as temporary:
         with FakeTensorMode():
@@ -577,9 +571,6 @@ def dcp_to_torch_save(
                 else torch.empty(each.shape, dtype=each.dtype, device="cpu")
                 for each in stored
             }
-            path_of = {each.name: each.path for each in stored}
-            for name, before in repeats.items():
-                values[path_of[name]] = values[path_of[before]].detach()
         state = nested(values)
         with skip_data(materialize_fake_tensors=True):
             torch.save(state, temporary)
@@ -590,21 +581,13 @@ def dcp_to_torch_save(
             # Why not weights_only: this process has just written the file, from trusted values.
             mapped = torch.load(temporary, mmap=True, weights_only=False)
         targets = {
-            each.name: get_by_path(mapped, each.path)
-            for each in stored
-            if each.name not in objects and each.name not in repeats
+            each.name: get_by_path(mapped, each.path) for each in stored if each.name not in objects
         }
         if targets:
             tensors = [each for each in stored if each.name in targets]
             _count_expected(meter, found, tensors)
             read_into(targets, dcp_checkpoint_dir, None, options, meter, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
-
-
-def _repeats(stored: Sequence[Selected]) -> dict[str, str]:
-    """Returns `repeated` of tensors that were chosen."""
-    tied = {each.name: each.tied for each in stored if each.tied}
-    return repeated([each.name for each in stored], tied)
 
 
 def _storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
@@ -667,9 +650,6 @@ def dcp_to_safetensors(
     progress: ShowProgress = False,
 ) -> None:
     """Converts the tensors of a checkpoint to safetensors files and an index, as on the hub.
-
-    Of tensors that were of one memory when they were saved, as tied weights, the files have the
-    first.
 
     Args:
         dcp_checkpoint_dir: Path or URL of any checkpoint that `load` reads.
@@ -759,8 +739,6 @@ class HubFiles:
                 f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
                 key=wrong[0],
             )
-        repeats = _repeats(stored)
-        stored = [each for each in stored if each.name not in repeats]
         entries = _split_into_files(stored, file_bytes)
         if numbers:
             last = max(numbers.values())

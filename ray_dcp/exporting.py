@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -27,7 +27,6 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.manifest import repeated, tied_in
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions, check_patterns
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, is_copied, plan_copy
@@ -70,9 +69,6 @@ class ExportPlan:
     """Approximate disk space that the export needs, with temporary files, in bytes."""
     left_out: tuple[str, ...] = ()
     """Names of objects, if the format can't hold objects."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Names that were of one memory with an earlier name, as tied weights, each with that name. The
-    result has the tensor once; in `safetensors` and `hf` under the earlier name alone."""
 
 
 def plan_export(
@@ -105,17 +101,14 @@ def plan_export(
         raise InvalidRequestError(
             f"expected {what} {patterns} in {view.url}, found none of {len(view)}", key="include"
         )
-    tied = repeated(names, tied_in(view.checkpoint.manifest)) if format != "dcp" else {}
     num_bytes = 0
     for name in names:
         info = view.tensors.get(name)
-        if info is not None and name not in tied:
+        if info is not None:
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
     num_tensors, num_objects = len(names) - len(objects), len(objects) - len(left_out)
-    if format != "torch":
-        num_tensors -= len(tied)
     for folder in () if rewritten else items_of(view.storage, view.checkpoint):
         item = read_view(place_below(view.place or view.url, folder))
         num_tensors += len(item.tensors)
@@ -130,7 +123,6 @@ def plan_export(
         num_bytes,
         num_bytes * (2 if rewritten and format == "dcp" else 1),
         left_out,
-        tied,
     )
     _check_target(plan)
     return plan
@@ -163,7 +155,7 @@ def export(
             second.
 
     Returns:
-        The plan that was carried out, with the names that were left out or are tied to others.
+        The plan that was carried out, with the names that were left out.
 
     Raises:
         InvalidRequestError: Nothing matches, an argument is invalid, the target exists or names a
