@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import save
 from ray_dcp.torch_adapter.flatten import LARGEST_KEY
+from ray_dcp.torch_adapter.state import owner_names
 from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.wording import few
 
@@ -191,7 +193,7 @@ def _state_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     wholes: list[_Path] = []
     state = _nameable((), checkpoint, wholes)
     if isinstance(state, tuple) or STRUCTURE in state:
-        wholes, state = [()], {_WHOLE: (_on_cpu(checkpoint),)}
+        wholes, state = [()], {_WHOLE: _as_object(checkpoint)}
     return {**state, STRUCTURE: (_NAMED, wholes)}
 
 
@@ -214,7 +216,20 @@ def _nameable(path: _Path, value: Any, wholes: list[_Path]) -> Any:
         return _on_cpu(value)
     del wholes[before:]
     wholes.append(path)
-    return (_on_cpu(value),)
+    return _as_object(value)
+
+
+def _as_object(value: Any) -> Any:
+    """Returns what `save` stores as one object; `_value_of` returns the value.
+
+    Why not always a tuple: in one, modules and optimizers are replaced by their states.
+    """
+    held = (_on_cpu(value),)
+    return SimpleNamespace(value=held[0]) if owner_names({_WHOLE: held}) else held
+
+
+def _value_of(held: Any) -> Any:
+    return held.value if isinstance(held, SimpleNamespace) else held[0]
 
 
 def _is_nameable(key: object) -> bool:
@@ -247,13 +262,13 @@ def _on_cpu(value: Any) -> Any:
 def _restored(state: dict[Any, Any], wholes: list[_Path]) -> Any:
     """Returns the checkpoint of a state dict that `_state_of` returned."""
     if () in wholes:
-        return state[_WHOLE][0]
+        return _value_of(state[_WHOLE])
     for *way, last in wholes:
         here: Any = state
         try:
             for key in way:
                 here = here[key]
-            here[last] = here[last][0]
+            here[last] = _value_of(here[last])
         except LookupError:
             continue  # Another program, as `ray-dcp average`, left it out.
     return state
