@@ -59,9 +59,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module that is within all wrappers.
 
     Examples:
-        >>> import torch
         >>> inner = nn.Linear(2, 1)
-        >>> unwrapped(torch.compile(nn.DataParallel(inner))) is inner
+        >>> unwrapped(nn.DataParallel(nn.DataParallel(inner))) is inner
         True
     """
     part = _wrapped_part(module)
@@ -89,8 +88,7 @@ class ModuleNames:
                 parts of FSDP1 and of activation checkpointing may be left out already.
 
         Examples:
-            >>> import torch
-            >>> ModuleNames(torch.compile(nn.Linear(2, 1))).clean("_orig_mod.weight")
+            >>> ModuleNames(nn.DataParallel(nn.Linear(2, 1))).clean("module.weight")
             'weight'
             >>> ModuleNames(nn.ModuleDict({"module": nn.Linear(2, 1)})).clean("module.weight")
             'module.weight'
