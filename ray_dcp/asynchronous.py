@@ -43,11 +43,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.options import SaveOptions, check_wait
-from ray_dcp.runtime.activity import LEAVING_S, Account, Activity
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import RankSave
-from ray_dcp.runtime.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
-from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
+from ray_dcp.rank.rank_load import drive
+from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.saving import (
     CheckpointId,
     StateDict,
@@ -60,6 +57,9 @@ from ray_dcp.saving import (
     session_for,
     target_of,
 )
+from ray_dcp.session.activity import LEAVING_S, Account, Activity
+from ray_dcp.session.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
+from ray_dcp.stage.staging_backend import Finish, StagingBackend, staging_backend_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
 from ray_dcp.torch_adapter.shards import fields_of, for_stager, give_fields

@@ -2,8 +2,8 @@
 
 To receive events, call `subscribe`, or add a handler to the logger `ray_dcp.events` and read
 `record.event`, a JSON-serializable dict. The end of a save or load on rank 0 is logged at INFO (one
-line for each save and load of a job), all other events at DEBUG. `runtime.metrics` derives metrics
-from the same events.
+line for each save and load of a job), all other events at DEBUG. `coordinator.metrics` derives
+metrics from the same events.
 
 After a commit, and after a load has filled the last byte, only reports remain: events, warnings,
 which may be errors (`python -W error`), logs, whose handlers may raise, and calls of user objects.

@@ -30,10 +30,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions
-from ray_dcp.runtime.activity import Account, Activity
-from ray_dcp.runtime.memory_tier import memory_of
-from ray_dcp.runtime.own_folders import session_of_copies
-from ray_dcp.runtime.rank_load import (
+from ray_dcp.rank.rank_load import (
     LoadResult,
     RankLoad,
     StepRange,
@@ -41,7 +38,6 @@ from ray_dcp.runtime.rank_load import (
     load_newest_rank,
     with_time_to_join,
 )
-from ray_dcp.runtime.session import Session
 from ray_dcp.saving import (
     CheckpointId,
     StateDict,
@@ -51,6 +47,10 @@ from ray_dcp.saving import (
     target_of,
     text_of,
 )
+from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.own_folders import session_of_copies
+from ray_dcp.session.session import Session
+from ray_dcp.stage.memory_tier import memory_of
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, check_plug_in, decide_load
@@ -64,7 +64,7 @@ from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.shared_reads import RayPeers
+    from ray_dcp.session.shared_reads import RayPeers
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -537,7 +537,7 @@ def _peers_of(session: object) -> RayPeers | None:
     coordinator = getattr(session, "coordinator", None)
     if coordinator is None:
         return None
-    from ray_dcp.runtime.shared_reads import RayPeers
+    from ray_dcp.session.shared_reads import RayPeers
 
     return RayPeers(coordinator)
 

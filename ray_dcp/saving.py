@@ -34,14 +34,14 @@ from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH, __version__
 from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.activity import Account, Activity
-from ray_dcp.runtime.discovery import check_alone, current_session
-from ray_dcp.runtime.own_folders import OwnFolder, own_folder
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import RankSave
-from ray_dcp.runtime.session import Session, session_alone
-from ray_dcp.runtime.staging_backend import warm_process
+from ray_dcp.rank.rank_load import drive
+from ray_dcp.rank.rank_save import RankSave
+from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.discovery import check_alone, current_session
+from ray_dcp.session.own_folders import OwnFolder, own_folder
+from ray_dcp.session.session import Session, session_alone
 from ray_dcp.stage.orders import StagerOptions
+from ray_dcp.stage.staging_backend import warm_process
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checked_finite

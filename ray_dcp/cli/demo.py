@@ -39,7 +39,7 @@ from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.wording import size_text
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.worker_group import WorkerGroup
+    from ray_dcp.worker_group import WorkerGroup
 
 
 @click.command()
@@ -94,7 +94,7 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
         _print(f"  {what}: {len(expected)} values {verdict}")
 
     # Why here: ranks without Ray take the model and its state from this module.
-    from ray_dcp.runtime.worker_group import WorkerGroup
+    from ray_dcp.worker_group import WorkerGroup
 
     with WorkerGroup(4) as ranks:
         ranks.run(start)

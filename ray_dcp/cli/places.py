@@ -21,9 +21,9 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.store.credentials import PROVIDERS
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view

@@ -50,16 +50,6 @@ from ray_dcp.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from ray_dcp.exporting import (
-    ExportFormat,
-    check_source,
-    copied_bytes,
-    import_checkpoint,
-    plan_export,
-    still_there,
-)
-from ray_dcp.exporting import copy as copy_checkpoint
-from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.format.manifest import slot_of
 from ray_dcp.format.names import (
     SHARED_FOLDER,
@@ -72,6 +62,16 @@ from ray_dcp.io.records import RESERVE, keep_reserve
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import is_full
+from ray_dcp.transform.exporting import (
+    ExportFormat,
+    check_source,
+    copied_bytes,
+    import_checkpoint,
+    plan_export,
+    still_there,
+)
+from ray_dcp.transform.exporting import copy as copy_checkpoint
+from ray_dcp.transform.exporting import export as export_checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_listing import FOREIGN, folders_above
@@ -81,7 +81,7 @@ from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, few, size_text
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.standing import CollectReport
+    from ray_dcp.place.standing import CollectReport
 
 _MOST_TRIES = 20
 """How often the copy of a step is retried if the step is replaced meanwhile."""
@@ -170,7 +170,7 @@ def import_(
 
     A folder contains safetensors files or a checkpoint of stock DCP.
     """
-    from ray_dcp.runtime.copying import check_free
+    from ray_dcp.transform.copying import check_free
 
     check_source(source)
     check_answers(target)
@@ -287,7 +287,7 @@ class _Copy:
             CheckpointExistsError: The target contains another checkpoint.
             CheckpointError: The checkpoint can't be copied.
         """
-        from ray_dcp.runtime.copying import check_free
+        from ray_dcp.transform.copying import check_free
 
         def look() -> None:
             view = self.source.open("" if self.in_run else text)
@@ -384,7 +384,7 @@ def _copy_result(value: dict[str, Any], copies: Sequence[_Copy]) -> dict[str, An
 
 def _count_files(view: CheckpointView) -> tuple[int, int]:
     """Returns the number of files and bytes of a checkpoint with its items."""
-    from ray_dcp.runtime.copying import plan_copy
+    from ray_dcp.transform.copying import plan_copy
 
     folders = items_of(view.storage, view.checkpoint)
     items = [read_view(place_below(view.place or view.url, one)) for one in folders]
@@ -459,9 +459,9 @@ def average(
     chooses it; then it is that of the last source. Sources may differ in sharding and format;
     differences in names, shapes and dtypes are an error that lists all of them.
     """
-    from ray_dcp.averaging import average as average_checkpoints
-    from ray_dcp.averaging import decayed, plan_average
-    from ray_dcp.runtime.copying import check_free
+    from ray_dcp.transform.averaging import average as average_checkpoints
+    from ray_dcp.transform.averaging import decayed, plan_average
+    from ray_dcp.transform.copying import check_free
 
     if weights and ema is not None:
         raise InvalidRequestError("give --weights or --ema, not both")
@@ -533,8 +533,8 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     Each deletion is atomic: a load finds the checkpoint complete or deleted. Files of other
     programs are kept.
     """
-    from ray_dcp.runtime.garbage_collection import delete
-    from ray_dcp.runtime.step_deletion import StepDeletion
+    from ray_dcp.place.garbage_collection import delete
+    from ray_dcp.place.step_deletion import StepDeletion
 
     found = [step_at(step) for step in steps]
     deletions = [StepDeletion(step.path, step.step) for step in found]
@@ -650,7 +650,7 @@ def _without_known(name: str, report: CollectReport, folders: Collection[str]) -
 def _collect(
     steps: Sequence[StepView], *, abort_unfinished: bool, dry_run: bool
 ) -> list[tuple[str, CollectReport]]:
-    from ray_dcp.runtime.garbage_collection import collect
+    from ray_dcp.place.garbage_collection import collect
 
     reports = []
     for step in steps:
@@ -737,7 +737,7 @@ def metadata(path: str, dry_run: bool) -> None:
     Use it for a checkpoint that was saved with SaveOptions(stock_metadata=False), or copied without
     its dot file.
     """
-    from ray_dcp.runtime.standing import write_metadata
+    from ray_dcp.place.standing import write_metadata
     from ray_dcp.view.checkpoint_view import read_view
 
     path, place, _ = address_of(path)

@@ -1,8 +1,8 @@
 """Commands of the machines to their executor, the tasks in them, and the results of tasks.
 
 All are frozen values. A machine never accesses storage, a clock or a rank: it returns commands, and
-receives their results later as events. `ray_dcp.runtime` is the executor: `tasks` runs the tasks;
-`inline` and the coordinator actor execute the other commands.
+receives their results later as events. `ray_dcp.coordinator` is the executor: `tasks` runs the
+tasks; `loop` executes the other commands.
 
 An executor handles the commands of a batch in order:
 

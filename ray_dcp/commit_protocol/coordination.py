@@ -43,7 +43,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveJoin,
 )
 from ray_dcp.commit_protocol.operation import Commands, ExchangeMachine
-from ray_dcp.commit_protocol.planning import PlanCache, planned_chunks
+from ray_dcp.commit_protocol.plan_cache import PlanCache, planned_chunks
 from ray_dcp.commit_protocol.save import SaveMachine, StagedPlan
 from ray_dcp.errors import (
     CheckpointError,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Si
 from dataclasses import fields
 from itertools import groupby
 
-from ray_dcp.commit_protocol.attempts import Fenced, Lost, Vote
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Exchanged,
@@ -25,6 +24,7 @@ from ray_dcp.commit_protocol.messages import (
     Request,
     SaveJoin,
 )
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Vote
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,

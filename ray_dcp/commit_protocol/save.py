@@ -48,7 +48,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ray_dcp.commit_protocol.attempts import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
@@ -99,7 +98,8 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
 )
 from ray_dcp.commit_protocol.operation import Commands, Operation
-from ray_dcp.commit_protocol.planning import WAYS_OUT, PlanCache, Planning, differences
+from ray_dcp.commit_protocol.plan_cache import WAYS_OUT, PlanCache, Planning, differences
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
     CheckpointError,

@@ -1,7 +1,7 @@
 """`DamageLog`: what this process found damaged, for those that rely on bytes that they know.
 
 A load, a verification or a look in the background adds a place; a save that could link to files
-asks before it does (`runtime.unchanged`). The log says nothing about bytes: it makes others read
+asks before it does (`rank.unchanged`). The log says nothing about bytes: it makes others read
 or write them again.
 """
 

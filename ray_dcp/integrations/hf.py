@@ -34,13 +34,11 @@ from typing import Any, Literal
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from ray_dcp.conversion import read_state_dict
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
 )
-from ray_dcp.exporting import export
 from ray_dcp.format.names import check_file_key
 from ray_dcp.manager.collective_actions import RestoreReport
 from ray_dcp.manager.manager import CheckpointManager
@@ -48,6 +46,8 @@ from ray_dcp.manager.policies import rankings
 from ray_dcp.options import LoadOptions
 from ray_dcp.saving import CheckpointId
 from ray_dcp.torch_adapter.state import PerRank
+from ray_dcp.transform.conversion import read_state_dict
+from ray_dcp.transform.exporting import export
 
 logger = logging.getLogger(__name__)
 

@@ -25,16 +25,16 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.conversion import read_state_dict
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import is_unicode
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.root_writer import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.standing import target_of
+from ray_dcp.place.standing import target_of
 from ray_dcp.saving import save
 from ray_dcp.torch_adapter.flatten import LARGEST_KEY
 from ray_dcp.torch_adapter.state import owner_names
+from ray_dcp.transform.conversion import read_state_dict
 from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.wording import few
 

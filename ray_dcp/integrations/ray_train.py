@@ -53,11 +53,11 @@ from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of, beyond_floats
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
-from ray_dcp.runtime.memory_tier import NodeMemory
-from ray_dcp.runtime.ray_calls import TESTED
-from ray_dcp.runtime.ray_session import RaySession
-from ray_dcp.runtime.session import InlineSession
 from ray_dcp.saving import session_for
+from ray_dcp.session.ray_calls import TESTED
+from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.session import InlineSession
+from ray_dcp.stage.memory_tier import NodeMemory
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
 from ray_dcp.view.run_listing import folders_in

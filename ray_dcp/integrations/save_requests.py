@@ -38,7 +38,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 from ray_dcp.core.processes import start_thread
 from ray_dcp.options import check_above_0
-from ray_dcp.runtime import ray_calls
+from ray_dcp.session import ray_calls
 
 logger = logging.getLogger(__name__)
 

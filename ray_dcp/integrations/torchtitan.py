@@ -25,15 +25,15 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 
-from ray_dcp.conversion import HubFiles
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.loading import load
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.rank_save import result_or_error
+from ray_dcp.rank.rank_save import result_or_error
 from ray_dcp.saving import save, session_for
+from ray_dcp.transform.conversion import HubFiles
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_dcp import events
+from ray_dcp.coordinator.metrics import METRICS, SECONDS, count_end
 from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.events import Event, contained
 from ray_dcp.format.names import SHARED_FOLDER, TAGS, StepNames, tags_in
-from ray_dcp.runtime.metrics import METRICS, SECONDS, count_end
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.view.run_listing import step_of

@@ -29,10 +29,11 @@ from typing import Any, Literal, TypeVar
 
 from ray_dcp import events
 from ray_dcp.asynchronous import SaveHandle, run_async_save
-from ray_dcp.commit_protocol.attempts import Decision, Fenced, Lost, Open, Won
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.error_aggregation import exchanged
 from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request, Target
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
+from ray_dcp.coordinator.tasks import outcome, perform, settle
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -62,12 +63,11 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.root_writer import StepTarget, Writer
 from ray_dcp.manager.settings import Item, Settings, states_of
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
-from ray_dcp.runtime.rank_save import decided_on_rank_0, result_or_error
-from ray_dcp.runtime.session import InlineSession, Session
-from ray_dcp.runtime.tasks import outcome, perform, settle
+from ray_dcp.rank.rank_load import drive, first_that_loads, with_time_to_join
+from ray_dcp.rank.rank_save import decided_on_rank_0, result_or_error
 from ray_dcp.saving import check_options, run_save
+from ray_dcp.session.activity import Activity
+from ray_dcp.session.session import InlineSession, Session
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_load, decide_save

@@ -26,7 +26,7 @@ from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.policies import check_metrics
 from ray_dcp.options import check_above_0
-from ray_dcp.runtime.rank_load import StepRange
+from ray_dcp.rank.rank_load import StepRange
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ray_dcp.coordinator.tasks import new_attempt
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -76,14 +77,13 @@ from ray_dcp.manager.policies import (
     superfluous,
 )
 from ray_dcp.manager.settings import ITEM, Settings
-from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.runtime.step_deletion import (
+from ray_dcp.place.garbage_collection import collect, delete
+from ray_dcp.place.step_deletion import (
     Protection,
     check_unprotected,
     living_reader,
     read_protection,
 )
-from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view.damage_marks import committed_steps_with, mark_damaged, remove_marks
 

@@ -25,7 +25,6 @@ from typing import Any, get_args
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.events import Event, contained, emit
-from ray_dcp.exporting import ExportFormat, export, float_dtype
 from ray_dcp.format.manifest import slot_of
 from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.io.checkpoint import METADATA_KEY
@@ -42,6 +41,7 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.settings import Settings
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import place_below
+from ray_dcp.transform.exporting import ExportFormat, export, float_dtype
 
 logger = logging.getLogger(__name__)
 

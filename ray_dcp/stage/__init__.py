@@ -1,1 +1,1 @@
-"""Staging on a node: windows and their budget, write queue, memory tier. No Ray, no torch."""
+"""Staging: where the bytes of an asynchronous save are while training goes on."""

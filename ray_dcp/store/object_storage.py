@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from ray_dcp.core.processes import start_thread, wait_all
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
-from ray_dcp.store.location import split_url
-from ray_dcp.store.object_stores import (
+from ray_dcp.store.credentials import (
     ObjectOptions,
     base_url,
     client_of,
@@ -39,6 +38,7 @@ from ray_dcp.store.object_stores import (
     provider_of,
     unpickled,
 )
+from ray_dcp.store.location import split_url
 from ray_dcp.store.remote import Retrying, creates_if_absent_in
 from ray_dcp.store.storage import (
     MEMORY,

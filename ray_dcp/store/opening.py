@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.store.credentials import PROVIDERS
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import (
     AnyPlace,
@@ -18,7 +19,6 @@ from ray_dcp.store.location import (
     split_url,
     url_below,
 )
-from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.storage import MemoryStorage, Storage
 
 

@@ -57,12 +57,12 @@ class StorageTraits:
     """What a storage can do. Callers look at this instead of the class of the storage."""
 
     create_if_absent: bool
-    """`write(create=True)` and `PartWriter.commit` have exactly one winner among all callers on
-    all machines. False if the storage checks first and then writes; the coordinator of a save then
-    decides alone (see `ray_dcp.runtime.tasks`). Even if True, `commit` of a file that is assembled
-    from several requests may check first: of two commits at the same moment, the later one
-    replaces the earlier one, whose caller gets no error. This is harmless for data files, as their
-    keys contain the attempt and all writers of one attempt write equal bytes."""
+    """`write(create=True)` and `PartWriter.commit` have exactly one winner among all callers on all
+    machines. False if the storage checks first and then writes; the coordinator of a save then
+    decides alone (see `ray_dcp.coordinator.tasks`). Even if True, `commit` of a file that is
+    assembled from several requests may check first: of two commits at the same moment, the later
+    one replaces the earlier one, whose caller gets no error. This is harmless for data files, as
+    their keys contain the attempt and all writers of one attempt write equal bytes."""
     durable: bool
     """Written data survives a power failure."""
     shared: bool

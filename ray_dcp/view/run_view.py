@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ray_dcp.commit_protocol.attempts import owner_of
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import owner_of
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -33,7 +33,7 @@ def restore(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
 
 def _restore(ranks: int, rounds: int, num_bytes: int, root: Path, table: Table) -> list[float]:
     from ray_dcp.errors import CheckpointError
-    from ray_dcp.runtime.worker_group import WorkerGroup
+    from ray_dcp.worker_group import WorkerGroup
 
     loads, copies, reports = [], [], []
     small = str(root / "small")
@@ -64,7 +64,7 @@ def _restore(ranks: int, rounds: int, num_bytes: int, root: Path, table: Table) 
 def _connected() -> Any:
     """Returns the session of this rank; one that is alone has to ask for one with a stager."""
     import ray_dcp
-    from ray_dcp.runtime.discovery import current_session
+    from ray_dcp.session.discovery import current_session
 
     return current_session() or ray_dcp.connect(name="kept")
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ray_dcp.runtime.worker_group import WorkerGroup
+from ray_dcp.worker_group import WorkerGroup
 from tests.support import layouts
 
 WORLDS = (1, 2, 3, 4, 8)

@@ -20,15 +20,15 @@ FREEZE_S = scenes.FROZEN_S + 2.0
 
 CAPTURE = Trap("rank", "ray_dcp.saving:capture")
 WRITE = Trap("rank", "ray_dcp.store.local:_pwrite", call=2)
-BEAT = Trap("rank", "ray_dcp.runtime.heartbeat:Heartbeat", call=2)
-STAGE = Trap("rank", "ray_dcp.runtime.staging:window_parts")
+BEAT = Trap("rank", "ray_dcp.session.heartbeat:Heartbeat", call=2)
+STAGE = Trap("rank", "ray_dcp.stage.link:window_parts")
 WRITE_STAGED = Trap("stager", "ray_dcp.store.local:_pwrite", call=2)
 READ = Trap("rank", "ray_dcp.io.reader:read_stored", call=2)
 
 
 def task(name: str, *, after: bool = False) -> Trap:
     """Returns a trap at a task of the coordinator: before it is begun, or after it is done."""
-    return Trap("coordinator", "ray_dcp.runtime.coordinator_loop:perform", about=name, after=after)
+    return Trap("coordinator", "ray_dcp.coordinator.loop:perform", about=name, after=after)
 
 
 COMMIT = task("WriteTable")

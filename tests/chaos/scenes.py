@@ -155,7 +155,7 @@ def driver(arena: Arena, cell: Cell) -> Result:
     return replace(result, outcome="all ended") if killed else result
 
 
-REPEAT = "ray_dcp.runtime.ray_calls:_pause"
+REPEAT = "ray_dcp.session.ray_calls:_pause"
 
 
 def lost_calls(arena: Arena, cell: Cell) -> Result:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.session import NAMESPACE, coordinator_name, stager_name
+from ray_dcp.session.discovery import current_session
+from ray_dcp.session.session import NAMESPACE, coordinator_name, stager_name
 from tests.chaos.cells import Trap
 from tests.chaos.judging import Told
 from tests.chaos.traps import Blow, loopback_addresses, read_mark, set_trap, set_trap_in

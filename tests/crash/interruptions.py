@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+from ray_dcp.coordinator import tasks
 from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.io import checkpoint
-from ray_dcp.runtime import tasks
 from ray_dcp.store.storage import Storage
 from tests.crash.registry import directory_of
 from tests.support.storages import Call, CrashError, Effect, Fault, Script

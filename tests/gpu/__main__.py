@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ray_dcp.runtime import staging_backend
+from ray_dcp.stage import staging_backend
 from tests.gpu.cases import CASES, NotHere
 from tests.gpu.machine import Machine, PlayedGpu, machine
 from tests.gpu.rates import RATES, Rate

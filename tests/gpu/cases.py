@@ -22,7 +22,7 @@ from torch import nn
 
 import ray_dcp
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging_backend
+from ray_dcp.stage import staging_backend
 from ray_dcp.torch_adapter.capture import capture, nonfinite_of
 from ray_dcp.torch_adapter.devices import content_digests, content_digests_on_device
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ray_dcp
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging_backend
+from ray_dcp.stage import staging_backend
 from tests.gpu.cases import ALONE, WAIT_S, NotHere, State
 from tests.gpu.machine import Gpu, Machine
 

@@ -18,8 +18,8 @@ from tests.support.processes import lives
 from tests.support.servers.s3 import fresh_place, server_on_memory_disk
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.worker_group import WorkerGroup
     from ray_dcp.store.location import Location
+    from ray_dcp.worker_group import WorkerGroup
     from tests.support.servers.s3 import DevStore
 
 THIRD_PARTY_WARNINGS = (
@@ -112,7 +112,7 @@ def ray_session(ray_daemons: Daemons) -> Iterator[str]:
 def ranks(request: pytest.FixtureRequest, ray_session: str) -> Iterator[WorkerGroup]:
     """As many ranks as the `NUM_RANKS` of the module."""
     # Why here: the process that hands out the tests reads this file too, and needs no Ray.
-    from ray_dcp.runtime.worker_group import WorkerGroup
+    from ray_dcp.worker_group import WorkerGroup
 
     with WorkerGroup(request.module.NUM_RANKS, run_timeout_s=400, release_s=60) as group:
         yield group

@@ -20,7 +20,7 @@ from ray_dcp.errors import (
     UncommittedCheckpointError,
     UnsupportedValueError,
 )
-from ray_dcp.runtime.discovery import current_session
+from ray_dcp.session.discovery import current_session
 from tests.support.attempts import (
     attempt,
     files_at,

@@ -10,10 +10,10 @@ import ray
 import torch
 
 import ray_dcp
-from ray_dcp import averaging
 from ray_dcp.data import RowsSeen
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.manager import BestN, LatestN
+from ray_dcp.transform import averaging
 from tests.integration.test_frameworks import EXAMPLES
 from tests.support import checkpoints
 from tests.support.processes import eventually, lives

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader
 
 import ray_dcp
-from ray_dcp.runtime.worker_group import WorkerGroup
+from ray_dcp.worker_group import WorkerGroup
 from tests.support.programs import models as programs
 from tests.support.servers.s3 import fresh_place
 

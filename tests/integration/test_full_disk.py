@@ -14,8 +14,8 @@ from ray_dcp.errors import CommitUnknownError, StorageError
 from ray_dcp.io.records import RESERVE, RESERVE_BYTES
 from ray_dcp.manager import BestN, Item, LatestN
 from ray_dcp.manager.catalogue import FOLDER
-from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.worker_group import WorkerGroup
 from tests.crash.invariants import INVARIANTS, Aftermath, a_later_save_works, nothing_is_left
 from tests.crash.registry import OLD, Place
 from tests.support.arrays import sample_state

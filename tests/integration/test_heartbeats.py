@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from ray_dcp.commit_protocol.messages import SaveOutcome, Target
+from ray_dcp.coordinator.tasks import outcome
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -22,10 +23,9 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.ray_session import RaySession
-from ray_dcp.runtime.tasks import outcome
+from ray_dcp.rank.rank_load import drive
+from ray_dcp.session.activity import Activity
+from ray_dcp.session.ray_session import RaySession
 from ray_dcp.store.opening import open_storage
 from tests.support.arrays import ArrayCapture, state_of
 from tests.support.processes import eventually

@@ -8,10 +8,10 @@ import pytest
 import ray
 
 import ray_dcp
-from ray_dcp.runtime import ray_calls
-from ray_dcp.runtime.session import NAMESPACE, stager_name
-from ray_dcp.runtime.worker_group import WorkerGroup
+from ray_dcp.session import ray_calls
+from ray_dcp.session.session import NAMESPACE, stager_name
 from ray_dcp.stage.windows import registered_name
+from ray_dcp.worker_group import WorkerGroup
 from tests.integration.test_memory_tier import spoil
 from tests.support.daemons import NODE, Daemons
 from tests.support.processes import eventually

@@ -12,9 +12,9 @@ import torch
 
 import ray_dcp
 from ray_dcp import events
+from ray_dcp.coordinator import metrics
 from ray_dcp.errors import CheckpointExistsError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import metrics
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("own_ray_session")

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Reply, Request, SaveGo, SaveJoin, SendItems
 from ray_dcp.errors import MissingKeyError
-from ray_dcp.runtime.discovery import current_session
+from ray_dcp.session.discovery import current_session
 from tests.support.attempts import sound_state
 from tests.support.processes import eventually
 from tests.support.programs import unchanged as programs

@@ -12,10 +12,10 @@ import ray
 
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.errors import DeadlineError, InvalidRequestError
-from ray_dcp.runtime import ray_calls
-from ray_dcp.runtime.discovery import connect, current_session
-from ray_dcp.runtime.ray_session import RaySession
-from ray_dcp.runtime.session import NAMESPACE, coordinator_name
+from ray_dcp.session import ray_calls
+from ray_dcp.session.discovery import connect, current_session
+from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.session import NAMESPACE, coordinator_name
 from tests.support.processes import eventually, lives
 from tests.support.programs.forks import plain_environment
 

@@ -17,9 +17,9 @@ import ray
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging as staging_link
-from ray_dcp.runtime.ray_calls import store_bytes
-from ray_dcp.runtime.staging import RankStaging
+from ray_dcp.session.ray_calls import store_bytes
+from ray_dcp.stage import link as staging_link
+from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.orders import StageKey, StagerOptions
 from tests.support.processes import eventually, lives
 from tests.support.programs.held_writes import hang_writes

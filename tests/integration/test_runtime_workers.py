@@ -14,8 +14,8 @@ import ray
 
 from ray_dcp.commit_protocol.messages import Exchange
 from ray_dcp.errors import InvalidRequestError, ParticipantError
-from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
+from ray_dcp.session.discovery import current_session
+from ray_dcp.worker_group import WorkerGroup, this_rank
 from tests.support.processes import PATIENCE_S, eventually, lives
 from tests.support.programs.forks import plain_environment
 
@@ -202,7 +202,7 @@ def test_wrong_options_are_refused_before_anything_starts(wrong):
 
 GROUP = """
 import ray
-from ray_dcp.runtime.worker_group import WorkerGroup
+from ray_dcp.worker_group import WorkerGroup
 if __name__ == "__main__":
     with WorkerGroup(1) as ranks:
         print(ranks.run(lambda: 7), ray.get_runtime_context().gcs_address)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import CommitUnknownError, StorageError
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.manager import BestN, CheckpointManager, LatestN
 from ray_dcp.manager.catalogue import FOLDER
-from ray_dcp.runtime.tasks import perform
+from ray_dcp.store.credentials import make_store
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_storage import ObjectStorage
-from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.remote import Retrying
 from tests.support.arrays import state_of

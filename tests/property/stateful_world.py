@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ray_dcp.commit_protocol.commands import Perform, step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import OpKey, Request, SaveGo, SaveOutcome
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,8 +30,7 @@ from ray_dcp.errors import (
     InternalError,
     ParticipantError,
 )
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.tasks import perform
+from ray_dcp.rank.rank_load import drive
 from ray_dcp.store.opening import open_storage
 from tests.crash.invariants import loaded_by_stock
 from tests.support.arrays import State, same_state

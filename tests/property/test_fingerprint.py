@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from ray_dcp import SaveOptions
 from ray_dcp.commit_protocol.commands import Failed, MakePlan, Planned, RowsMissing
 from ray_dcp.commit_protocol.messages import OpKey, Target
-from ray_dcp.commit_protocol.planning import PlanCache, Planning
+from ray_dcp.commit_protocol.plan_cache import PlanCache, Planning
+from ray_dcp.coordinator import tasks
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.core.values import Columns
 from ray_dcp.errors import CheckpointError
@@ -33,8 +35,6 @@ from ray_dcp.planning.merge import (
     groups_of,
     without_contents,
 )
-from ray_dcp.runtime import tasks
-from ray_dcp.runtime.tasks import perform
 from ray_dcp.torch_adapter.capture import capture
 from tests.support.arrays import ArrayCapture, sample_state
 from tests.support.world import join_save

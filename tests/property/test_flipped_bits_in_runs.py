@@ -28,8 +28,8 @@ from ray_dcp import errors
 from ray_dcp.core.damage import DAMAGE, DamageLog
 from ray_dcp.manager import CheckpointManager, Item, LatestN
 from ray_dcp.planning import sources
-from ray_dcp.runtime.session import session_alone
-from ray_dcp.runtime.unchanged import RunHistory
+from ray_dcp.rank.unchanged import RunHistory
+from ray_dcp.session.session import session_alone
 from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, Tuned, save_steps
 
@@ -235,7 +235,7 @@ def run_history(run: Run) -> None:
 
 TRAIN = """
 import sys, ray_dcp
-from ray_dcp.runtime import unchanged
+from ray_dcp.rank import unchanged
 from tests.support.programs.unchanged import LINK, Tuned
 unchanged.WAIT_S = 60.0  # on a busy machine it would be written, and not be looked at
 model, root = Tuned(), sys.argv[1]

@@ -31,6 +31,7 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.cli.main import main as command_line
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
 from ray_dcp.format.names import StepNames
 from ray_dcp.io.checkpoint import read_checkpoint
@@ -41,11 +42,10 @@ from ray_dcp.manager.catalogue import FOLDER, Catalogue, Root, look
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import copying
-from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
-from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.runtime.tasks import perform
+from ray_dcp.place.garbage_collection import collect, delete
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.transform import copying
+from ray_dcp.transform.copying import copy_checkpoint, plan_copy
 from tests.crash.crashes import check_crashes
 from tests.crash.interruptions import interrupted_system
 from tests.crash.invariants import (

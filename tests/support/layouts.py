@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ray_dcp
 from ray_dcp import CheckpointError
-from ray_dcp.runtime import shared_reads
+from ray_dcp.session import shared_reads
 
 LAYOUTS = ("row", "column", "2-D", "replicated")
 

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import pytest
 
 from ray_dcp.commit_protocol.commands import CreateRecord, RecordCreated, SlotTaken
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import InternalError, StorageError
 from ray_dcp.format.manifest import AbortRecord, encode_record
 from ray_dcp.io.checkpoint import read_checkpoint
-from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage
 from ray_dcp.store.storage import (

@@ -48,7 +48,10 @@ from ray_dcp.commit_protocol.messages import (
     SendItems,
     Target,
 )
-from ray_dcp.commit_protocol.planning import PlanMemory
+from ray_dcp.commit_protocol.plan_cache import PlanMemory
+from ray_dcp.coordinator.gatherer import BatchWindow, is_gathered
+from ray_dcp.coordinator.metrics import Performer
+from ray_dcp.coordinator.tasks import new_attempt, perform
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -57,11 +60,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.gatherer import BatchWindow, is_gathered
-from ray_dcp.runtime.metrics import Performer
-from ray_dcp.runtime.rank_load import LoadResult, RankLoad
-from ray_dcp.runtime.rank_save import Captured, RankSave
-from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.rank.rank_load import LoadResult, RankLoad
+from ray_dcp.rank.rank_save import Captured, RankSave
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from tests.support.arrays import ArrayCapture, ArrayWork, State, same_state, same_value

@@ -18,12 +18,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ray_dcp
 from ray_dcp import errors, events
+from ray_dcp.coordinator import metrics
 from ray_dcp.core.phases import READ, STAGE, WRITE, Step
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import metrics, rank_save, staging_backend
-from ray_dcp.runtime.activity import Account, Activity
-from ray_dcp.runtime.session import InlineSession
+from ray_dcp.rank import rank_save
+from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.session import InlineSession
+from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.adapter import OwnReader, OwnSave, OwnWriter
 

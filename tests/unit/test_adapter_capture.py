@@ -36,7 +36,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.conversion import nested as nested_by_path
 from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import DamagedCheckpointError, StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
@@ -46,6 +45,7 @@ from ray_dcp.torch_adapter.flatten import flatten
 from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.sink import TensorSink
+from ray_dcp.transform.conversion import nested as nested_by_path
 from tests.support.adapter import as_rank, box, frozen, load, on_ranks, stored, table_of
 
 WORLD = 4

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import ray_dcp
 from ray_dcp import SaveOptions, asynchronous, errors
 from ray_dcp.manager.background import Finisher
-from ray_dcp.runtime import staging_backend
+from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.comparing import differences
 from tests.support.processes import eventually

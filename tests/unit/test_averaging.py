@@ -18,9 +18,10 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 import ray_dcp
-from ray_dcp import averaging, errors
+from ray_dcp import errors
 from ray_dcp.cli.main import main
 from ray_dcp.format.manifest import decode_record, encode_record
+from ray_dcp.transform import averaging
 from tests.support import checkpoints
 
 

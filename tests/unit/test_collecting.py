@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ray_dcp import errors
 from ray_dcp.commit_protocol import commands
-from ray_dcp.commit_protocol.attempts import (
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import (
     MOST_DECIDED,
     Fenced,
     Lost,
@@ -23,7 +24,7 @@ from ray_dcp.commit_protocol.attempts import (
     verdicts,
     was_committed,
 )
-from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.coordinator.tasks import outcome, perform, settle
 from ray_dcp.format.manifest import (
     AbortRecord,
     DeleteRecord,
@@ -36,8 +37,7 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.io.checkpoint import find_checkpoint, newest_record
 from ray_dcp.io.records import read_slots
-from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.runtime.tasks import outcome, perform, settle
+from ray_dcp.place.garbage_collection import collect, delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits

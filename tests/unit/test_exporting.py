@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import format_utils as stock_utils
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ray_dcp
-from ray_dcp import conversion
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointExistsError,
@@ -38,9 +37,10 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record
-from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import PartWriter
+from ray_dcp.transform import conversion
+from ray_dcp.transform.copying import copy_checkpoint, plan_copy
 from ray_dcp.view.progress import Meter
 from tests.support import checkpoints
 from tests.support.programs.forks import Programs

@@ -62,12 +62,12 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.runtime.rank_load import StepRange
-from ray_dcp.runtime.worker_group import WorkerOptions
+from ray_dcp.place.garbage_collection import delete
+from ray_dcp.rank.rank_load import StepRange
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import os_failure
+from ray_dcp.worker_group import WorkerOptions
 from tests.support import checkpoints
 from tests.support.checkpoints import flip
 from tests.support.manager_places import root_of

@@ -24,17 +24,17 @@ HANDLED = {
     "manager.collective_actions._listeners": "listen only in the process that asked for it",
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
     "core.damage.DAMAGE": "a new lock; what was found damaged stays so",
-    "runtime.rank_load._ended": "a new one; reads that hang do so in the parent",
-    "runtime.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
-    "runtime.ray_calls._asked": "of each thread",
-    "runtime.session.sessions": "refuse calls in a child",
-    "runtime.staging_backend._memory": "begins anew; the memory is private",
+    "rank.rank_load._ended": "a new one; reads that hang do so in the parent",
+    "session.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
+    "session.ray_calls._asked": "of each thread",
+    "session.session.sessions": "refuse calls in a child",
+    "stage.staging_backend._memory": "begins anew; the memory is private",
     "stage.windows._helpers": "new threads",
-    "runtime.staging._scratch": "begins anew; the memory is private",
+    "stage.link._scratch": "begins anew; the memory is private",
     "store.remote._LOCK": "a new one",
     "store.local._LOCK": "a new one",
     "store.storage._LOCK": "a new one; the content is copied",
-    "store.object_stores._LOCK": "a new one; obstore is refused, without its threads",
+    "store.credentials._LOCK": "a new one; obstore is refused, without its threads",
     "integrations.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
 }  # fmt: skip
 
@@ -132,7 +132,7 @@ HELD = """
 from importlib import import_module
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.processes import ProcessLock
-from ray_dcp.runtime import rank_load
+from ray_dcp.rank import rank_load
 
 held, go_on = threading.Event(), threading.Event()
 

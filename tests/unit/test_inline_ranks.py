@@ -24,7 +24,9 @@ from ray_dcp.commit_protocol.messages import (
     join_receipts,
     pack_receipts,
 )
-from ray_dcp.commit_protocol.planning import PlanMemory
+from ray_dcp.commit_protocol.plan_cache import PlanMemory
+from ray_dcp.coordinator.gatherer import BatchWindow, group_of
+from ray_dcp.coordinator.tasks import outcome, perform
 from ray_dcp.core.checksums import digest, digest_bytes
 from ray_dcp.errors import (
     CheckpointError,
@@ -41,12 +43,10 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.gatherer import BatchWindow, group_of
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.session import InlineSession
-from ray_dcp.runtime.standing import standing_records
-from ray_dcp.runtime.tasks import outcome, perform
+from ray_dcp.place.standing import standing_records
+from ray_dcp.rank.rank_load import drive
+from ray_dcp.session.activity import Activity
+from ray_dcp.session.session import InlineSession
 from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state, state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load

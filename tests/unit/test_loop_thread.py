@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
+from ray_dcp.coordinator.loop import LoopThread
 from ray_dcp.errors import ParticipantError
-from ray_dcp.runtime.coordinator_loop import LoopThread
 
 ROUNDS, THREADS, CALLS = 40, 4, 60
 

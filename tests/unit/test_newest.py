@@ -20,8 +20,8 @@ from ray_dcp import errors, loading
 from ray_dcp.commit_protocol.messages import LoadDone, OpKey, Target
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
-from ray_dcp.runtime import rank_load
-from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
+from ray_dcp.rank import rank_load
+from ray_dcp.rank.rank_load import StepRange, falls_back, load_newest_rank
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import MemoryStorage
 from tests.support import checkpoints

@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ray_dcp
 from ray_dcp.commit_protocol import commands, messages
 from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.coordinator.tasks import new_attempt, outcome, perform
 from ray_dcp.core.processes import wait_any
 from ray_dcp.errors import (
     CheckpointExistsError,
@@ -36,11 +37,10 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, record_key
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
-from ray_dcp.runtime.session import InlineSession, longest_s
-from ray_dcp.runtime.tasks import new_attempt, outcome, perform
+from ray_dcp.rank.rank_load import drive
+from ray_dcp.session.activity import Activity
+from ray_dcp.session.rank_progress import RankProgress, WatchedStorage
+from ray_dcp.session.session import InlineSession, longest_s
 from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location

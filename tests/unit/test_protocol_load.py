@@ -38,14 +38,14 @@ from ray_dcp.commit_protocol.messages import (
     Untaken,
 )
 from ray_dcp.commit_protocol.operation import GRACE_S
+from ray_dcp.coordinator.actor import SharedReadDispatch
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.io import shared_read
 from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
-from ray_dcp.runtime.coordinator import SharedReadDispatch
-from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.shared_reads import RayTransport
-from ray_dcp.runtime.tasks import perform
+from ray_dcp.rank.rank_load import drive
+from ray_dcp.session.shared_reads import RayTransport
 from ray_dcp.store.storage import MemoryStorage
 from tests.support.arrays import ArrayWork
 from tests.support.protocol import KEY, TARGET, Play

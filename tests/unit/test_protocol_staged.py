@@ -41,6 +41,7 @@ from ray_dcp.commit_protocol.liveness import (
     Heartbeat,
     HeartbeatAck,
 )
+from ray_dcp.coordinator.actor import Coordinator, StagedPlans, StagerWatch
 from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -50,10 +51,9 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import ray_calls
-from ray_dcp.runtime.coordinator import Coordinator, StagedPlans, StagerWatch
-from ray_dcp.runtime.stager import REPORT_TRIES, deliver
+from ray_dcp.session import ray_calls
 from ray_dcp.stage.orders import StageKey, StageProgress
+from ray_dcp.stage.stager import REPORT_TRIES, deliver
 from tests.support.protocol import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
 
 

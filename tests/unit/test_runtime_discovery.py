@@ -21,6 +21,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
+from ray_dcp.coordinator.actor import Rendezvous, coordinator_of
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import (
     DeadlineError,
@@ -30,20 +31,19 @@ from ray_dcp.errors import (
     RankDisagreementError,
     StorageError,
 )
-from ray_dcp.runtime import discovery, heartbeat, ray_calls, ray_session, session
-from ray_dcp.runtime.coordinator import Rendezvous, coordinator_of
-from ray_dcp.runtime.discovery import await_group, connect, connect_announced
-from ray_dcp.runtime.rank_progress import RankProgress
-from ray_dcp.runtime.ray_calls import call_actor
-from ray_dcp.runtime.ray_session import RayHeartbeatSender
-from ray_dcp.runtime.session import (
+from ray_dcp.session import discovery, heartbeat, ray_calls, ray_session, session
+from ray_dcp.session.discovery import await_group, connect, connect_announced
+from ray_dcp.session.rank_progress import RankProgress
+from ray_dcp.session.ray_calls import call_actor
+from ray_dcp.session.ray_session import RayHeartbeatSender
+from ray_dcp.session.session import (
     Connection,
     Disconnected,
     GroupSessions,
     announce_connect,
     until_disconnected,
 )
-from ray_dcp.runtime.stager import stager_of
+from ray_dcp.stage.stager import stager_of
 from tests.support.processes import eventually
 
 QUICK_S = 0.05

@@ -20,6 +20,7 @@ from ray_dcp.cli.main import main
 from ray_dcp.cli.showing import chrome_trace, gantt
 from ray_dcp.commit_protocol import messages
 from ray_dcp.commit_protocol.commands import Answer, MakePlan, Perform, PublishMetadata
+from ray_dcp.coordinator.metrics import SaveRecorder, Tracing
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import (
@@ -33,7 +34,6 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.metrics import SaveRecorder, Tracing
 from ray_dcp.store.storage import MemoryStorage
 from tests.support import checkpoints, cli_story
 
@@ -204,7 +204,7 @@ def test_a_storage_that_refuses_the_trace_changes_nothing(caplog: pytest.LogCapt
 
     tracing = Tracing(opener=refuses)
     command = noted(tracing)
-    with caplog.at_level(logging.DEBUG, logger="ray_dcp.runtime.metrics"):
+    with caplog.at_level(logging.DEBUG, logger="ray_dcp.coordinator.metrics"):
         assert tracing.perform(command, lambda task: task) is command.task
     assert "no space left" in caplog.text
 

@@ -23,11 +23,12 @@ from ray_dcp.commit_protocol.liveness import Heartbeat
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import heartbeat, rank_save, socket_session
-from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.rank_progress import RankProgress
-from ray_dcp.runtime.socket_session import (
+from ray_dcp.rank import rank_save
+from ray_dcp.session import heartbeat, socket_session
+from ray_dcp.session.activity import Activity
+from ray_dcp.session.discovery import current_session
+from ray_dcp.session.rank_progress import RankProgress
+from ray_dcp.session.socket_session import (
     SocketHeartbeatSender,
     SocketLink,
     SocketSession,

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.runtime import staging
-from ray_dcp.runtime.staging import transfer
+from ray_dcp.stage import link as staging_link
 from ray_dcp.stage import windows as stage_windows
+from ray_dcp.stage.link import transfer
+from ray_dcp.stage.memory import PrivateMemory, Room, WindowBudget
 from ray_dcp.stage.orders import Grant, StageKey, StagerOptions
-from ray_dcp.stage.staged_memory import PrivateMemory, Room, WindowBudget
 from ray_dcp.stage.windows import (
     HostFiller,
     copy_all,
@@ -476,7 +476,7 @@ def windows_of(what: Share) -> list[bytes]:
 def scratch(monkeypatch):
     """Memory that nobody used before."""
     memory = PrivateMemory()
-    monkeypatch.setattr(staging, "_scratch", memory)
+    monkeypatch.setattr(staging_link, "_scratch", memory)
     return memory
 
 
@@ -497,7 +497,7 @@ def test_memory_for_a_devices_windows_is_pinned_and_used_again_by_the_next_save(
 
 @pytest.mark.parametrize("report_s", [1e9, 0.0])
 def test_what_is_reported_to_the_stager_is_there(report_s, monkeypatch):
-    monkeypatch.setattr(staging, "REPORT_S", report_s)
+    monkeypatch.setattr(staging_link, "REPORT_S", report_s)
     what, driver = share([9 * MIB]), Played()
     link = Stager(driver, 2)
     assert handed(what, link, filler_of(what, driver)) == windows_of(what)

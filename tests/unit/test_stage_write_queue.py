@@ -16,9 +16,8 @@ from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging
-from ray_dcp.runtime.staging import transfer
-from ray_dcp.stage import write_queue
+from ray_dcp.stage import link, write_queue
+from ray_dcp.stage.link import transfer
 from ray_dcp.stage.orders import StagedWindow, StageKey
 from ray_dcp.stage.windows import HostFiller, too_many
 from ray_dcp.stage.write_queue import WriteQueue
@@ -323,9 +322,9 @@ def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monke
 
     real = Link.put
     monkeypatch.setattr(Link, "put", put)
-    monkeypatch.setattr("ray_dcp.runtime.staging.copying_threads", lambda: 2)
+    monkeypatch.setattr("ray_dcp.stage.link.copying_threads", lambda: 2)
     # Why: a report waits for the windows before it, and on a slow machine one is due at once.
-    monkeypatch.setattr("ray_dcp.runtime.staging.REPORT_S", 1e9)
+    monkeypatch.setattr("ray_dcp.stage.link.REPORT_S", 1e9)
     what = share([5000] * 1600)
     what.written(places[1])
     node = Node(8)
@@ -359,7 +358,7 @@ def test_no_window_is_under_way_any_more_when_a_transfer_gives_up(places, monkey
     real, real_post, posted = Link.put, Link.post, []
     monkeypatch.setattr(Link, "put", put)
     monkeypatch.setattr(Link, "post", post)
-    monkeypatch.setattr("ray_dcp.runtime.staging.copying_threads", lambda: 2)
+    monkeypatch.setattr("ray_dcp.stage.link.copying_threads", lambda: 2)
     with pytest.raises(errors.StorageError, match="no room"):
         staged(Node(8), share([3 * MIB] * 4), places[0])
     assert posted == [("cancel", [])]
@@ -376,7 +375,7 @@ def test_a_rank_that_reports_a_window_twice_does_no_harm(num_slots, places, monk
 
     real = Link.call
     monkeypatch.setattr(Link, "call", call)
-    monkeypatch.setattr(staging, "REPORT_S", 0.0)
+    monkeypatch.setattr(link, "REPORT_S", 0.0)
     what = share([3 * MIB] * 4)
     node = Node(num_slots)
     staged(node, what, places[0])

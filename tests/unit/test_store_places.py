@@ -33,11 +33,11 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.store import storage as store_module
+from ray_dcp.store.credentials import ObjectOptions, make_store
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
-from ray_dcp.store.object_stores import ObjectOptions, make_store
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.store.remote import Retrying, creates_if_absent_in
 from ray_dcp.store.storage import (

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
-from ray_dcp import conversion, errors
+from ray_dcp import errors
+from ray_dcp.transform import conversion
 from tests.support.adapter import (
     OwnLoad,
     OwnResolve,

@@ -15,12 +15,12 @@ import torch
 
 import ray_dcp
 from ray_dcp import events
+from ray_dcp.coordinator.metrics import METRICS
 from ray_dcp.errors import CheckpointExistsError, InvalidRequestError
 from ray_dcp.events import Event
 from ray_dcp.integrations import trackers
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.metrics import METRICS
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

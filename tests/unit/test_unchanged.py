@@ -33,9 +33,10 @@ from ray_dcp.cli.main import main
 from ray_dcp.manager import CheckpointManager, Item, LatestN
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning import sources
-from ray_dcp.runtime import staging_backend, unchanged
-from ray_dcp.runtime.session import session_alone
-from ray_dcp.runtime.unchanged import RunHistory
+from ray_dcp.rank import unchanged
+from ray_dcp.rank.unchanged import RunHistory
+from ray_dcp.session.session import session_alone
+from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps
@@ -236,7 +237,7 @@ def test_a_file_that_is_not_what_was_committed_is_not_linked(tmp_path, harm):
 
 
 def test_files_of_an_attempt_that_was_not_committed_are_not_linked(tmp_path, monkeypatch):
-    from ray_dcp.runtime import tasks
+    from ray_dcp.coordinator import tasks
 
     model, _ = a_run(tmp_path, 1)
     with monkeypatch.context() as patched:

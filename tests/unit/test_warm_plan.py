@@ -12,10 +12,11 @@ import pytest
 
 import ray_dcp
 from ray_dcp import SaveOptions
-from ray_dcp.commit_protocol import planning
+from ray_dcp.commit_protocol import plan_cache
 from ray_dcp.commit_protocol.commands import Failed, MakePlan
 from ray_dcp.commit_protocol.messages import Refused, SaveJoin, SendItems, Target
-from ray_dcp.commit_protocol.planning import PlanMemory
+from ray_dcp.commit_protocol.plan_cache import PlanMemory
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import RankDisagreementError
 from ray_dcp.format.metadata import encode_metadata
@@ -23,8 +24,7 @@ from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
 from ray_dcp.planning import global_plan
 from ray_dcp.planning.fingerprint import probes
-from ray_dcp.runtime import rank_save
-from ray_dcp.runtime.tasks import perform
+from ray_dcp.rank import rank_save
 from ray_dcp.store.opening import open_storage
 from tests.support import world
 from tests.support.arrays import ArrayCapture, same_state, sample_state
@@ -313,7 +313,7 @@ def test_probes_are_where_a_dimension_may_begin():
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "MANY_UNKNOWN", 2)
+    monkeypatch.setattr(plan_cache, "MANY_UNKNOWN", 2)
     monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 0)
     return Warm(12, str(tmp_path / "ckpt"))
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime import memory_tier
-from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.ray_session import RaySession
+from ray_dcp.session.discovery import current_session
+from ray_dcp.session.ray_session import RaySession
+from ray_dcp.stage import memory_tier
 from tests.support.attempts import Attempt, attempt
 from tests.support.processes import eventually
 from tests.support.programs.held_writes import hold_writes

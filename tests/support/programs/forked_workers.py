@@ -22,8 +22,8 @@ from typing import Any
 PRELOADED = (
     "ray", "ray._private.workers.default_worker", "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "ray_dcp.saving",
-    "ray_dcp.runtime.worker_group", "ray_dcp.runtime.coordinator", "ray_dcp.runtime.stager",
-    "ray_dcp.runtime.gatherer",
+    "ray_dcp.worker_group", "ray_dcp.coordinator.actor", "ray_dcp.stage.stager",
+    "ray_dcp.coordinator.gatherer",
 )  # fmt: skip
 OF_RAY_TRAIN = ("ray.train.torch", "ray.tune", "ray.util.state", "ray_dcp.train")
 """What the actors of a Ray Train run import besides: another second of CPU in each of ten."""

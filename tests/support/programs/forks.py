@@ -25,7 +25,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[3]
 PRELOADED = (
     "ray", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "ray_dcp.saving", "ray_dcp.runtime.worker_group",
+    "torch.distributed.tensor.parallel", "ray_dcp.saving", "ray_dcp.worker_group",
 )  # fmt: skip
 """Careful: nothing that draws one of Ray's ids, as in `forked_workers`."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from ray_dcp.runtime.ray_session import RaySession
+from ray_dcp.session.ray_session import RaySession
 from ray_dcp.store import local
 from tests.support.processes import eventually
 
@@ -44,7 +44,7 @@ def hang_writes(stager: Any, stuck_s: float = 1.0) -> None:
 
 
 def _hang(_stager: Any, stuck_s: float) -> None:
-    from ray_dcp.runtime import stager as module
+    from ray_dcp.stage import stager as module
 
     def hung(fd: int, *arguments: Any) -> int:
         if "/hangs/" in os.readlink(f"/proc/self/fd/{fd}"):

@@ -12,7 +12,7 @@ import sys
 
 import ray
 
-from ray_dcp.runtime.ray_session import RaySession
+from ray_dcp.session.ray_session import RaySession
 from tests.integration.test_heartbeats import try_save
 from tests.support.storages import Gate
 

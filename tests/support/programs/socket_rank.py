@@ -26,10 +26,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
 from ray_dcp.commit_protocol.commands import CreateRecord
+from ray_dcp.coordinator import loop
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import coordinator_loop, rank_save
-from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.session import job_store
+from ray_dcp.rank import rank_save
+from ray_dcp.session.discovery import current_session
+from ray_dcp.session.session import job_store
 from tests.support.processes import eventually
 
 HEARTBEAT_S = 3.0
@@ -96,7 +97,7 @@ def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
         elif when == "freezes":
             rank_save.write_part = strike(signal.SIGSTOP)
         elif when == "committed":
-            perform = coordinator_loop.perform
+            perform = loop.perform
 
             def perform_and_die(task: Any) -> Any:
                 result = perform(task)
@@ -104,7 +105,7 @@ def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
                     strike(signal.SIGKILL)()
                 return result
 
-            coordinator_loop.perform = perform_and_die
+            loop.perform = perform_and_die
         else:
             rank_save.write_part = strike(signal.SIGKILL)
     facts: dict[str, Any] = {}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.runtime.discovery import current_session
+from ray_dcp.session.discovery import current_session
 from tests.support.programs import models as programs
 from tests.support.programs.dcp_examples_runner import exchanged
 

@@ -1,0 +1,781 @@
+"""The coordinator of a Ray session: an async actor that runs a `CoordinatorLoop`.
+
+There is one for each session, detached. Ray restarts it if it dies, and it exits when nobody needs
+it.
+
+`Membership` keeps the living ranks in Ray's control store. *Why*: if a machine with the coordinator
+and some ranks is lost, the next coordinator must know which ranks are missing; those never call it.
+`SharedReadDispatch` holds the `SharedReads` of each load in progress. `Rendezvous` lets ranks that
+only share a name agree on a session, without a process group. `coordinator_of` returns the handle
+of a session's coordinator, and creates it if there is none.
+
+`StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, with about
+a byte for each row, and the next coordinator resumes them. A rank gets its `Ack`, and its handle is
+staged, only when the control store has the plan and names the rank's stager. The storage overrules
+a plan: the commit is the same vote as ever. `StagerWatch` asks the stagers that hold bytes of a
+save whether they live, and marks those lost that died or froze.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import secrets
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from itertools import count
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from ray_dcp.commit_protocol.commands import Command
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.liveness import HeartbeatAck
+from ray_dcp.commit_protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
+from ray_dcp.commit_protocol.messages import (
+    Ack,
+    OpKey,
+    PartsHeld,
+    Reply,
+    Request,
+    SaveStaged,
+)
+from ray_dcp.coordinator.loop import CoordinatorLoop, Member
+from ray_dcp.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    RankDisagreementError,
+)
+from ray_dcp.options import check_above_0
+from ray_dcp.session import ray_calls
+from ray_dcp.session.ray_calls import Caller
+from ray_dcp.session.session import (
+    MOST_CALLS,
+    NAMESPACE,
+    coordinator_name,
+    pulse_name,
+    staged_plan_name,
+)
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Interval at which stagers are asked, in seconds."""
+
+
+@dataclass
+class _Seen:
+    handle: Any = None
+    heard_s: float = 0.0
+    asking: asyncio.Task[None] | None = None
+
+
+class StagerWatch:
+    """Asks each stager of an active save whether it lives. Used in the event loop's thread.
+
+    Args:
+        coordination: Receives the losses.
+        carry_out: Executes its commands.
+        namespace: Ray namespace of the stagers.
+        lost: Called for each lost stager, before `coordination` receives the loss.
+        clock: Returns the seconds in which this process could receive messages
+            (`liveness.AwakeClock`).
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        carry_out: Callable[[tuple[Command, ...]], None],
+        namespace: str,
+        lost: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._coordination = coordination
+        self._carry_out = carry_out
+        self._namespace = namespace
+        self._on_lost = lost
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+        self._lost: set[str] = set()
+
+    async def watch(self) -> None:
+        """Watches until the process ends."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Asks all stagers that are needed now, once."""
+        now_s = self._clock()
+        needed = self._coordination.stagers()
+        self._lost &= needed.keys()
+        self._seen = {name: self._seen.get(name, _Seen(heard_s=now_s)) for name in needed}
+        for name, keys in needed.items():
+            seen = self._seen[name]
+            timeout_s = min(keys.values())
+            if seen.asking is None or seen.asking.done():
+                seen.asking = asyncio.ensure_future(self._ask(name, seen))
+            if now_s - seen.heard_s > timeout_s:
+                why = (
+                    f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "
+                    f"say that it died: frozen, or its machine is out of reach"
+                )
+                # Why: the next save on its node would wait for it as long.
+                with suppress(CheckpointError, RayError):
+                    if seen.handle is not None:
+                        ray_calls.kill(seen.handle, no_restart=True)
+                self._report_lost(name, why)
+
+    async def _ask(self, name: str, seen: _Seen) -> None:
+        try:
+            if seen.handle is None:
+                actor, _, _ = name.partition("#")
+                seen.handle = await asyncio.to_thread(
+                    ray_calls.get_actor, actor, namespace=self._namespace
+                )
+            process = await seen.handle.name.remote()
+        except (ActorDiedError, ValueError) as error:
+            what = "that it died" if isinstance(error, ActorDiedError) else "that there is none"
+            self._report_lost(name, f"Ray says {what}")
+            return
+        except RayError:
+            return  # a connection broke: only silence beyond the bound is a loss
+        seen.heard_s = self._clock()
+        if process != name:
+            self._report_lost(name, "another stager has its place")
+
+    def _report_lost(self, name: str, why: str) -> None:
+        self._seen.pop(name, None)
+        if name not in self._lost:
+            self._lost.add(name)
+            logger.warning(
+                "Lost stager %s: %s. Saves fail whose bytes it had not written: %s",
+                name,
+                why,
+                "; ".join(
+                    f"ranks {ranks} in operation {key.seq} of session {key.session}"
+                    for key, ranks in self._coordination.held_by(name).items()
+                ),
+            )
+        self._on_lost(name)
+        self._carry_out(self._coordination.stager_lost(name, why))
+
+
+@dataclass
+class _Saved:
+    """One save: its plan, and the stagers that hold its bytes."""
+
+    plan: str
+    """`StagedPlan`, pickled, in base64."""
+    silent_s: float
+    """Silence, in seconds, after which a stager counts as lost."""
+    holders: list[str] = field(default_factory=list)
+    kept: int = 0
+    """Number of holders that the control store has, with the plan; 0 before it has either."""
+    resumed: tuple[int, str] | None = None
+    """Epoch and attempt, if an earlier coordinator planned the save."""
+    unasked: list[str] = field(default_factory=list)
+    """Stagers that have to repeat their reports to the earlier coordinator."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class StagedPlans:
+    """The plans of a coordinator's asynchronous saves, kept in Ray's control store.
+
+    The control store has one entry for each save: its plan, and the stagers that hold its bytes.
+    Used in the event loop's thread.
+
+    Args:
+        actor: Name of the coordinator.
+        coordination: Supplies the plans, and resumes them.
+        carry_out: Executes its commands.
+        namespace: Ray namespace of the stagers.
+    """
+
+    def __init__(
+        self,
+        actor: str,
+        coordination: Coordination,
+        carry_out: Callable[[tuple[Command, ...]], None],
+        namespace: str,
+    ) -> None:
+        self._actor = actor
+        self._coordination = coordination
+        self._carry_out = carry_out
+        self._namespace = namespace
+        self._saved: dict[OpKey, _Saved] = {}
+        self._turn = asyncio.Lock()
+
+    def note(self, held: PartsHeld) -> bool:
+        """Records that a stager holds bytes of a save; returns whether `keep` has to be called."""
+        saved = self._saved.get(held.key)
+        if saved is None:
+            planned = self._coordination.staged_plan(held.key)
+            if planned is None:
+                return False
+            data = pickle.dumps(planned, pickle.HIGHEST_PROTOCOL)
+            saved = self._saved[held.key] = _Saved(
+                b64encode(data).decode(), planned.first.options.heartbeat_timeout_s
+            )
+        if held.stager in saved.holders:
+            return False
+        saved.holders.append(held.stager)
+        if saved.resumed is not None:
+            saved.unasked.append(held.stager)
+        return True
+
+    async def hold(self, held: PartsHeld) -> None:
+        """Returns when another coordinator would find the plan and ask the stager.
+
+        If the control store accepts neither, a warning is logged.
+        """
+        self.note(held)
+        saved = self._saved.get(held.key)
+        if saved is not None:
+            async with saved.turn:
+                await self._keep(held.key, saved)
+
+    def lost(self, stager: str) -> None:
+        """Records that a stager is lost: it is not asked any more."""
+        for saved in self._saved.values():
+            saved.unasked = [one for one in saved.unasked if one != stager]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `keep` is running, or has nothing to do."""
+        return self._turn.locked() or not self._saved
+
+    async def keep(self) -> None:
+        """Stores plans and holders for the next coordinator; removes those of ended saves."""
+        async with self._turn:
+            for key, saved in list(self._saved.items()):
+                async with saved.turn:
+                    if key not in self._coordination.active:
+                        del self._saved[key]
+                        with suppress(CheckpointError, RayError):
+                            await asyncio.to_thread(ray_calls.remember, self._name(key), "")
+                        continue
+                    await self._ask_stagers(key, saved)
+                    await self._keep(key, saved)
+
+    async def resume(self) -> None:
+        """Resumes the saves that an earlier coordinator of this name planned and did not end."""
+        prefix = staged_plan_name(self._actor)
+        for name in await asyncio.to_thread(ray_calls.names_from, prefix):
+            if not name.removeprefix(prefix).partition(":")[0].isdigit():
+                continue  # of a coordinator whose name begins with this one's
+            try:
+                await self._resume(name)
+            except (CheckpointError, RayError) as error:
+                logger.warning("A staged save was not resumed after a restart: %r", error)
+
+    async def _keep(self, key: OpKey, saved: _Saved) -> None:
+        """Stores the plan and all holders, unless the control store has them."""
+        number = len(saved.holders)
+        if key not in self._coordination.active or saved.kept == number:
+            return
+        text = json.dumps([saved.plan, *saved.holders])
+        try:
+            await asyncio.to_thread(ray_calls.remember, self._name(key), text)
+            saved.kept = number
+        except (CheckpointError, RayError) as error:
+            logger.warning(
+                "Operation %d of session %s is lost if its coordinator dies: Ray's control store "
+                "did not take its plan (%r); it is asked again",
+                key.seq,
+                key.session,
+                error,
+            )
+
+    async def _resume(self, name: str) -> None:
+        text = await asyncio.to_thread(ray_calls.recall, name)
+        if not text:
+            return
+        plan, *holders = json.loads(text)
+        planned = pickle.loads(b64decode(plan))
+        first, key = planned.first, planned.first.key
+        saved = self._saved[key] = _Saved(
+            plan,
+            first.options.heartbeat_timeout_s,
+            holders,
+            kept=len(holders),
+            resumed=(planned.epoch, planned.attempt),
+            unasked=[*holders],
+        )
+        logger.warning(
+            "Resumed attempt %s of %s: operation %d of session %s with %d ranks, planned by a "
+            "coordinator (epoch %d) that died; stagers %s have to report again what they hold and "
+            "have written",
+            planned.attempt,
+            first.target.url,
+            key.seq,
+            key.session,
+            first.world_size,
+            planned.epoch,
+            ", ".join(holders),
+        )
+        self._carry_out(self._coordination.resume(planned))
+        await self._ask_stagers(key, saved)
+
+    async def _ask_stagers(self, key: OpKey, saved: _Saved) -> None:
+        """Asks stagers for the reports that they sent to the earlier coordinator."""
+        if saved.resumed is not None and saved.unasked:
+            epoch, attempt = saved.resumed
+            asked = [self._ask_stager(key, epoch, attempt, saved, each) for each in saved.unasked]
+            await asyncio.gather(*asked)
+
+    async def _ask_stager(
+        self, key: OpKey, epoch: int, attempt: str, saved: _Saved, stager: str
+    ) -> None:
+        actor, _, _ = stager.partition("#")
+        try:
+            handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
+            # Why its name: another process may have replaced the expected one.
+            who, found = await asyncio.wait_for(handle.shares.remote(attempt), saved.silent_s)
+        except (ActorDiedError, ValueError):
+            pass  # it is dead: the coordinator's watch detects that, if it matters
+        except (RayError, asyncio.TimeoutError):
+            return  # asked again by the next `keep`, unless it is lost by then
+        else:
+            for share in found:
+                if share.is_sealed:
+                    held = PartsHeld(key, share.key.rank, attempt, epoch, who)
+                    self.note(held)
+                    self._receive(held)
+                for report in share.reports:
+                    self._receive(report)
+        saved.unasked = [one for one in saved.unasked if one != stager]
+
+    def _receive(self, request: Request) -> None:
+        # Suppressed: another attempt or epoch, which concerns no save of this coordinator.
+        with suppress(CheckpointError):
+            self._carry_out(self._coordination.receive(request))
+
+    def _name(self, key: OpKey) -> str:
+        return staged_plan_name(self._actor, key)
+
+
+class Membership:
+    """The registered ranks that have neither left nor died. Used in the event loop's thread.
+
+    Args:
+        name: Name under which the control store keeps it.
+
+    Attributes:
+        ever: Whether a rank was ever registered, by this process or an earlier one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._key = f"roster:{name}"
+        kept = json.loads(ray_calls.recall(self._key) or "[]")
+        self._members: dict[Member, Caller] = {
+            (session, rank): Caller(*caller) for session, rank, caller in kept
+        }
+        self._changed = False
+        self.ever = bool(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, session: str, rank: int, caller: Caller) -> None:
+        """Registers a rank."""
+        if self._members.get((session, rank)) != caller:
+            self._members[session, rank] = caller
+            self._changed = self.ever = True
+
+    def remove(self, session: str, rank: int) -> None:
+        """Removes a rank that has left; ignores an unknown one."""
+        self.ever = True
+        self._changed |= self._members.pop((session, rank), None) is not None
+
+    async def take_dead(self) -> list[tuple[str, int, Caller]]:
+        """Removes and returns the ranks whose processes have ended.
+
+        Raises:
+            InternalError: This version of Ray does not report which processes live.
+        """
+        watched = dict(self._members)
+        if not watched:
+            return []
+        dead = await asyncio.to_thread(ray_calls.gone, set(watched.values()))
+        # A rank that spoke meanwhile may be another process by now.
+        taken = [
+            (session, rank, caller)
+            for (session, rank), caller in watched.items()
+            if caller in dead and self._members.get((session, rank)) == caller
+        ]
+        for session, rank, _ in taken:
+            self.remove(session, rank)
+        return taken
+
+    async def keep(self) -> None:
+        """Stores the ranks for the next coordinator, if they have changed."""
+        if self._changed:
+            self._changed = False
+            members = [
+                (session, rank, astuple(caller))
+                for (session, rank), caller in self._members.items()
+            ]
+            text = json.dumps(members) if members else ""
+            await asyncio.to_thread(ray_calls.remember, self._key, text)
+
+    def clear(self) -> None:
+        """Removes all ranks."""
+        self._members.clear()
+
+
+class SharedReadDispatch:
+    """The shared reads of all loads of one coordinator.
+
+    *Invariant*: used in the event loop's thread only.
+
+    Args:
+        is_over: Returns whether a load has an outcome, or is unknown.
+    """
+
+    def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
+        self._is_over = is_over
+        self._loads: dict[OpKey, tuple[SharedReads, asyncio.Event]] = {}
+
+    async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
+        """Applies a rank's message; returns updates for `Listen`, and None if the load is over.
+
+        Args:
+            message: The message; it may arrive twice.
+        """
+        key = message.key
+        if self._is_over(key):
+            self._drop(key)
+            return None
+        reads, event = self._loads.setdefault(key, (SharedReads(), asyncio.Event()))
+        if not isinstance(message, Listen):
+            reads.take(message)
+            self._loads[key] = (reads, asyncio.Event())
+            event.set()
+            return ()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + message.wait_s
+        while not (updates := reads.updates(message.rank, message.seen)):
+            try:
+                await asyncio.wait_for(event.wait(), end_s - loop.time())
+            except asyncio.TimeoutError:
+                break
+            if key not in self._loads:
+                return None
+            event = self._loads[key][1]
+        return updates
+
+    def tidy(self) -> None:
+        """Drops loads that are over, with the handles that keep their bytes alive."""
+        for key in [key for key in self._loads if self._is_over(key)]:
+            self._drop(key)
+
+    def _drop(self, key: OpKey) -> None:
+        _, event = self._loads.pop(key, (None, None))
+        if event is not None:
+            event.set()
+
+
+class _Round:
+    """One rendezvous. Must be created in the event loop.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.tokens: dict[int, str] = {}
+        """The last token of each rank that has entered it, or got its error."""
+        self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The generation; or the error if the ranks disagree about their number."""
+        self.error: RankDisagreementError | None = None
+        self.forgotten_s = 0.0
+        """When ranks that did not get the error begin another rendezvous, by the loop's clock."""
+
+    def fail(self, error: RankDisagreementError, forgotten_s: float) -> None:
+        """Ends the rendezvous for all ranks that wait."""
+        self.error, self.forgotten_s = error, forgotten_s
+        self.answer.set_exception(error)
+        self.answer.exception()  # so that it counts as retrieved, also if no rank waits
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not entered."""
+        return [rank for rank in range(self.world_size) if rank not in self.tokens]
+
+
+class Rendezvous:
+    """Ranks that enter under one name, and get a generation once all have entered.
+
+    Each rank enters with a token that it never used before. A rank that enters with another token
+    is a new process: the ranks that entered before belong to an earlier session, and a new
+    rendezvous begins. A job that is restarted under its old name therefore never gets an answer
+    meant for the earlier job. Used in one event loop's thread.
+
+    Args:
+        new_generation: Returns a token that no rendezvous had before.
+
+    Attributes:
+        num_waiting: Number of ranks that wait in `join`.
+    """
+
+    def __init__(self, new_generation: Callable[[], str]) -> None:
+        self._new_generation = new_generation
+        self._round: _Round | None = None
+        self.num_waiting = 0
+
+    async def join(
+        self, rank: int, world_size: int, token: str, timeout_s: float
+    ) -> str | list[int]:
+        """Returns the generation once all ranks have entered, or the missing ranks.
+
+        Args:
+            rank: The rank.
+            world_size: Number of ranks that it expects.
+            token: Distinguishes this process from an earlier one of the same rank.
+            timeout_s: How long to wait for the other ranks, in seconds.
+
+        Raises:
+            InvalidRequestError: The rank is not between 0 and `world_size - 1`.
+            RankDisagreementError: The ranks differ about their number. Every rank gets this error,
+                once.
+        """
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise InvalidRequestError(
+                f"Expected a rank from 0 to world_size - 1, but found rank {rank} of "
+                f"{world_size}. Give each process its own number",
+                rank=rank,
+            )
+        now_s, own = asyncio.get_running_loop().time(), self._round
+        if own is not None and own.error is not None:
+            if rank not in own.tokens and now_s < own.forgotten_s:
+                own.tokens[rank] = token
+                raise own.error
+            own = None
+        if own is None or (own.answer.done() and own.tokens.get(rank) != token):
+            own = self._round = _Round(world_size)
+        others = sorted(own.tokens)
+        own.tokens[rank] = token
+        if world_size != own.world_size:
+            error = RankDisagreementError(
+                f"Expected every rank to give one world_size, but rank {rank} gives "
+                f"{world_size} and ranks {others} gave {own.world_size}",
+                rank=rank,
+            )
+            own.fail(error, now_s + timeout_s)
+        elif not own.missing and not own.answer.done():
+            own.answer.set_result(self._new_generation())
+        self.num_waiting += 1
+        try:
+            generation = await asyncio.wait_for(asyncio.shield(own.answer), timeout_s)
+            # Why: another process may have taken its place meanwhile.
+            return generation if own.tokens[rank] == token else own.missing
+        except asyncio.TimeoutError:
+            return own.missing
+        finally:
+            self.num_waiting -= 1
+
+
+WATCH_S = 0.5
+"""Interval at which Ray is asked whether the ranks of a running operation live, in seconds."""
+
+PULSE_S = 0.5
+"""Interval at which the coordinator writes that it lives while operations run, in seconds."""
+
+QUIET_WATCH_S = 5.0
+"""The same while no operation runs; an operation that begins ends the wait."""
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator(CoordinatorLoop):
+    """The loop as an actor: Ray reports deaths, and keeps what the next incarnation needs.
+
+    Ray's tables are read in threads.
+
+    Args:
+        name: Name of this actor, under which its epoch is counted.
+        lease_s: The actor exits when all its ranks have left or died, or when no rank ever
+            registered and no call arrived for this time, in seconds.
+        namespace: Ray namespace of the stagers.
+    """
+
+    def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
+        # Why not in a thread: nothing else runs before the constructor returns.
+        super().__init__(ray_calls.next_epoch(name))
+        self._name = name
+        self._lease_s = lease_s
+        self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
+        self._rendezvous = Rendezvous(lambda: secrets.token_hex(6))
+        self._members = Membership(name)
+        self._has_pulse = False
+        self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
+        self._stagers = StagerWatch(
+            self._coordination, self._carry_out, namespace, self._plans.lost, self._awake
+        )
+        self._self = ray.get_runtime_context().current_actor
+        actor_id = ray.get_runtime_context().get_actor_id() or ""
+        lives, me = ray_calls.life_of(actor_id).num_restarts, ray_calls.this_caller(os.getpid())
+        self._ack = HeartbeatAck(actor_id, lives, str(me))
+        if lives > 0:
+            logger.warning(
+                "The coordinator of session %s died and was started anew (%s, epoch %d): "
+                "asynchronous saves that were staged go on, other saves and loads that were under "
+                "way fail and have to be called again",
+                name,
+                me,
+                self.epoch,
+            )
+        self._start_task(self._resume())
+        watches = (self._watch(), self._check_silence(), self._stagers.watch(), self._write_pulse())
+        for watch in watches:
+            self._tasks.add(ray_calls.run_for_ever(watch, self._self, no_restart=False))
+
+    @property
+    def _node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def enter(
+        self, rank: int, world_size: int, token: str, timeout_s: float
+    ) -> str | list[int]:
+        """See `Rendezvous.join`."""
+        try:
+            return await self._rendezvous.join(rank, world_size, token, timeout_s)
+        finally:
+            self._last_call_s = self._loop.time()
+
+    async def call(
+        self, request: Request, caller: Caller | None = None, silence_s: float | None = None
+    ) -> Reply:
+        """See `CoordinatorLoop.call`.
+
+        Args:
+            request: As there.
+            caller: The rank's process for Ray; without it, its death is not detected.
+            silence_s: As there.
+        """
+        reply = await super().call(request, caller, silence_s)
+        if isinstance(request, PartsHeld) and isinstance(reply, Ack):
+            # Why first: the rank may die once it has it, and this actor with it.
+            await self._plans.hold(request)
+        return reply
+
+    async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
+        """Accepts a rank's message about shared reads; see `SharedReadDispatch.share`."""
+        return await self._shared_reads.share(message)
+
+    async def leave(self, session: str, rank: int) -> None:
+        """See `CoordinatorLoop.leave`."""
+        self._members.remove(session, rank)
+        await super().leave(session, rank)
+
+    def _note_holders(self, requests: Sequence[Request]) -> None:
+        """Records which stagers hold bytes of saves, for the next coordinator."""
+        held = [one.held for one in requests if isinstance(one, SaveStaged)]
+        noted = [self._plans.note(one) for one in held if one is not None]
+        if any(noted):
+            self._start_task(self._plans.keep())
+
+    def _register(self, session: str, rank: int, caller: Caller) -> None:
+        self._members.add(session, rank, caller)
+        super()._register(session, rank, caller)
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        super()._carry_out(commands)
+        self._shared_reads.tidy()
+
+    # Life and death
+
+    async def _write_pulse(self) -> None:
+        """Writes to the control store that this process lives, for ranks that can't reach it."""
+        name = pulse_name(self._name)
+        for number in count():
+            await asyncio.sleep(PULSE_S)
+            active = bool(self._coordination.active)
+            if active or self._has_pulse:
+                # Suppressed: a rank that can't read it either goes by what it can reach.
+                with suppress(CheckpointError, RayError):
+                    text = f"{self.epoch}:{number}" if active else ""
+                    await asyncio.to_thread(ray_calls.remember, name, text)
+                    self._has_pulse = active
+
+    async def _resume(self) -> None:
+        try:
+            if self.epoch > 1:
+                await self._plans.resume()
+        finally:
+            self._resumed.set()
+
+    async def _watch(self) -> None:
+        await self._resumed.wait()
+        while True:
+            await self._pause()
+            try:
+                for session, rank, caller in await self._members.take_dead():
+                    reason = f"Ray says that its process ({caller}) has ended"
+                    self._report_lost(session, rank, reason)
+                await self._members.keep()
+                # Why a task: a stager that is frozen must not keep it from seeing who died.
+                if not self._plans.is_busy:
+                    self._start_task(self._plans.keep())
+            except CheckpointError as error:
+                # Why go on: deadlines and leases work without this look.
+                logger.warning("Ranks that die are only seen at deadlines: %s", error)
+                self._members.clear()
+            idle_s = self._loop.time() - self._last_call_s
+            needless = self._members.ever or idle_s >= self._lease_s
+            if not self._members and needless and self._is_idle():
+                # Why not exit_actor: it waits for the call in which it is made, also when the
+                # actor makes that call to itself. A call that comes just now is repeated.
+                ray_calls.kill(self._self, no_restart=True)
+
+    async def _pause(self) -> None:
+        if self._coordination.active:
+            await asyncio.sleep(min(WATCH_S, self._lease_s))
+            return
+        self._called.clear()
+        try:
+            await asyncio.wait_for(self._called.wait(), min(QUIET_WATCH_S, self._lease_s))
+        except asyncio.TimeoutError:
+            return
+
+    def _is_idle(self) -> bool:
+        busy = self._performing or self._rendezvous.num_waiting or self._waiting
+        return not (busy or self._coordination.active)
+
+
+@ray_calls.starting_no_ray()
+def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
+    """Returns the handle of a session's coordinator, and creates the actor if there is none.
+
+    Ranks may call it at once: one of them creates the actor, and all get it. It runs on any node,
+    preferably the caller's, and outlives its creator.
+
+    Args:
+        session: Name of the session.
+        namespace: Ray namespace of the actor.
+        lease_s: See `Coordinator`; applies if the actor is created.
+    """
+    name = coordinator_name(session)
+    # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.
+    actor = ray.remote(Coordinator).options(
+        name=name,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=MOST_CALLS,
+        num_cpus=0,
+        # Why explicit: a trial of Ray Tune has all that its processes start go into its placement
+        # group, and Ray kills what is in there together with the trial.
+        scheduling_strategy="DEFAULT",
+    )
+    return actor.remote(name, check_above_0(lease_s, "lease_s"), namespace)

@@ -1,1 +1,0 @@
-"""Carries out the protocol: inline in one process, else over sockets or by actors of Ray."""

@@ -1,0 +1,1 @@
+"""A rank's line to its coordinator: inline in one process, else over sockets or through Ray."""

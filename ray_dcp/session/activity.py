@@ -1,0 +1,217 @@
+"""One call of the user on one rank: its session, its heartbeats, and its events.
+
+`Activity` is the call from begin to end. While it lasts, the rank sends heartbeats. A rank that
+leaves it by an error before the end (Ctrl-C, a coordinator out of reach) fails the call on every
+rank, so that the others do not wait. `Account` emits the events of its phases and its outcome.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ray_dcp import events
+from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
+from ray_dcp.coordinator.metrics import count
+from ray_dcp.errors import CheckpointError
+from ray_dcp.events import Event, contained, outcome_of
+from ray_dcp.session.rank_progress import RankProgress
+from ray_dcp.session.session import Session
+
+if TYPE_CHECKING:
+    from ray_dcp.torch_adapter.results import OperationLog
+
+LEAVING_S = 10.0
+"""How long an interrupted rank may take to report that, in seconds."""
+
+
+class Activity:
+    """The use of a session by one call of the user.
+
+    Args:
+        session: The session of this rank.
+        timeout_s: `heartbeat_timeout_s` of the call, in seconds.
+        key: Key of the call, if the session returned it before.
+
+    Attributes:
+        progress: Progress of the call.
+        rank: This rank.
+        world_size: Number of ranks of the session.
+        node: Name of this rank's node; empty for a process that is alone.
+        plans: Plans of this rank's earlier saves.
+        history: What this rank knows of the runs that it saved to.
+
+    Examples:
+        >>> from ray_dcp.session.session import InlineSession
+        >>> with Activity(InlineSession("doc"), 60.0) as activity:
+        ...     activity.next_key(), activity.next_key()
+        (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        timeout_s: float,
+        key: OpKey | None = None,
+    ) -> None:
+        self.progress = RankProgress()
+        self.rank, self.world_size = session.rank, session.world_size
+        self.node, self.plans, self.history = session.node, session.plans, session.history
+        self._named, self._num_steps = key, 0
+        self._seq: int | None = None
+        self._session = session
+        self._timeout_s = timeout_s
+
+    def next_key(self) -> OpKey:
+        """Returns the key of the next operation."""
+        named = self._named = self._named or self._session.next_key()
+        if self._seq is None:
+            self._seq = named.seq + self._session.skipped_calls
+        key = replace(named, seq=self._seq, step=self._num_steps)
+        self._num_steps += 1
+        self.progress.names(key)
+        return key
+
+    def call(self, request: Request) -> Reply:
+        """Returns the coordinator's reply.
+
+        Args:
+            request: As for the session; sent with the current number of this call.
+
+        Raises:
+            CheckpointError: As the session raises it.
+        """
+        while True:
+            seq = request.key.seq if self._seq is None else self._seq
+            sent = replace(request, key=replace(request.key, seq=seq))
+            reply = self._session.call(sent, silence_s=self._timeout_s)
+            if not isinstance(reply, Renumbered):
+                return reply
+            self._seq = reply.seq
+            self.progress.renumber(reply.seq)
+            missed = reply.seq - (self._named or request.key).seq
+            self._session.skipped_calls = max(self._session.skipped_calls, missed)
+
+    def __enter__(self) -> Activity:
+        # Why now: a call that fails before its first operation counts as well.
+        self._named = self._named or self._session.next_key()
+        try:
+            self._session.begin_call(self.progress, self._timeout_s)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self.leave(error)
+        except BaseException:
+            # Why again: a second Ctrl-C may come before the session has the report.
+            self.leave(error or KeyboardInterrupt(), 0.0)
+            raise
+        finally:
+            self._session.end_call(self.progress)
+
+    def leave(self, error: BaseException, wait_s: float = LEAVING_S) -> None:
+        """Reports that this rank leaves the call by an error, unless it has its outcome.
+
+        Args:
+            error: The error.
+            wait_s: How long an interrupted rank waits until the report has arrived, in seconds.
+        """
+        if self.progress.over:
+            return
+        is_interrupt = not isinstance(error, Exception)
+        reason = f"{type(error).__name__} on rank {self.rank}{'' if is_interrupt else f': {error}'}"
+        # Suppressed: the session was closed meanwhile.
+        with suppress(CheckpointError):
+            # Why the first otherwise: a call that fails before it begins one leaves that.
+            key = self.progress.key or replace(self.next_key(), step=0)
+            # Why only then: the process may be about to end. Who fails otherwise lives on.
+            self._session.leave(
+                Left(key, reason, is_interrupt=is_interrupt),
+                0.0 if isinstance(error, CheckpointError) else wait_s,
+            )
+
+
+class Account:
+    """Emits the events of one save or load on one rank, as its phases end.
+
+    As a context manager, it also ends the last phase and emits the outcome.
+
+    Args:
+        mode: `"save"`, `"async_save"` or `"load"`.
+        place: Path or URL, if known.
+        activity: The call on this rank, not begun yet.
+        path: The path of the operation; see `SaveReport.path`.
+        log: Receives the steps.
+
+    Attributes:
+        activity: As passed.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        place: object,
+        activity: Activity,
+        path: str = "native",
+        log: OperationLog | None = None,
+    ) -> None:
+        self._mode = mode
+        self._kind = "load" if mode == "load" else "save"
+        self._checkpoint_id = None if place is None else str(place)
+        self.activity, self._path = activity, path
+        activity.progress.on_phase = self._emit
+        if log is not None:
+            activity.progress.on_step = log.enter
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the last phase and emits the outcome, once.
+
+        Args:
+            error: The exception that the operation raised, or None.
+        """
+        progress = self.activity.progress
+        if progress.is_good and not isinstance(error, CheckpointError):
+            error = None
+        took_s = progress.end(error)
+        if took_s is None:
+            return
+        is_load = self._kind == "load"
+        self._emit(
+            outcome_of(error, "loaded" if is_load else "committed"),
+            took_s,
+            progress.bytes.get("read" if is_load else "write", 0),
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            stall_s=None if is_load else progress.held_s,
+            staged_bytes=progress.bytes.get("stage", 0),
+            memory_bytes=progress.memory_bytes,
+        )
+
+    def __enter__(self) -> Account:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.end(error)
+
+    def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
+        activity = self.activity
+        with contained("An event"):
+            event = Event(
+                name=f"{self._kind}.{outcome}",
+                checkpoint_id=self._checkpoint_id,
+                rank=activity.rank,
+                world_size=activity.world_size,
+                mode=self._mode,
+                path=self._path,
+                attempt=activity.progress.attempt,
+                plan=activity.progress.plan,
+                seconds=seconds,
+                num_bytes=num_bytes,
+                **more,  # type: ignore[arg-type]
+            )
+            events.emit(event)
+            count(event)

@@ -1,0 +1,632 @@
+"""The rank's side of staging with Ray: this process's place at the stager of its node.
+
+`transfer` hands a rank's bytes to a stager, window by window, as objects of Ray's store, which the
+stager maps. What is not in host memory, or small, is copied to private memory first, from which the
+objects are made behind it. `ActorLink` is one process's connection to one stager: its handle, and
+its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any, NoReturn
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import Stop, begin, pid_namespace, wait_all
+from ray_dcp.core.values import RankPlan
+from ray_dcp.errors import CheckpointError, ParticipantError
+from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
+from ray_dcp.options import SaveOptions
+from ray_dcp.rank.rank_save import Captured
+from ray_dcp.session import ray_calls
+from ray_dcp.session.ray_calls import call_actor, check_ray
+from ray_dcp.session.session import LEASE_S, NAMESPACE
+from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
+from ray_dcp.stage.node_memory import NoRoomError
+from ray_dcp.stage.orders import (
+    SHARE_OF_STORE,
+    Grant,
+    StageKey,
+    StageOrder,
+    StageProgress,
+    StagerOptions,
+    Unknown,
+)
+from ray_dcp.stage.stager import StagingAddress, stager_of
+from ray_dcp.stage.windows import (
+    Filler,
+    Pin,
+    copying_threads,
+    deferred_items,
+    drain,
+    filler_of,
+    lay_out_windows,
+    window_parts,
+)
+from ray_dcp.stage.write_queue import LINGER_S, step_behind
+
+logger = logging.getLogger(__name__)
+
+START_S = 300.0
+"""How long a stager may take to start and to answer a first call, in seconds: its process imports
+torch, on a node that is busy training."""
+
+ENTER_S = 60.0
+"""How long one that has started may take to answer, in seconds."""
+
+
+class StagerGone(Exception):
+    """The stager of a link is dead; a rank that has its state still stages it at another one."""
+
+
+class ActorLink:
+    """The way to a stager that is an actor. Calls may come from several threads.
+
+    Args:
+        handle: Of the actor.
+        place: What it said of itself.
+        pidfd: Of its process; -1 where it is not seen from here.
+
+    Attributes:
+        stager: Its name, different for each process that ever was one.
+        window_bytes: Longest window that it takes.
+    """
+
+    def __init__(self, handle: Any, place: StagingAddress, pidfd: int) -> None:
+        self.handle = handle
+        self.stager = place.stager
+        self.window_bytes = place.window_bytes
+        self._pidfd = pidfd
+
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float,
+        silence_s: float | None = None,
+        stop: Stop | None = None,
+    ) -> Any:
+        """Returns what the stager answers.
+
+        Args:
+            method: Of the stager.
+            *arguments: Of the method.
+            timeout_s: For the answer, in seconds.
+            silence_s: How long it may take to answer whether it lives, in seconds; None for ever.
+            stop: Ends the wait early, with its error.
+
+        Raises:
+            StagerGone: It is dead, or as good as dead: it does not answer.
+            CheckpointError: What it raised, or it did not answer in time.
+        """
+        return call_actor(
+            "the node's stager",
+            lambda fresh: _raise_gone(self.stager) if fresh else self.handle,
+            lambda actor: getattr(actor, method).remote(*arguments),
+            timeout_s=timeout_s,
+            given_up=(lambda _: None) if silence_s is None else _Pulse(self, silence_s, stop),
+        )
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Sends a call whose answer nobody waits for."""
+        # Suppressed: that the stager is gone, or Ray, is found by the next call.
+        with suppress(Exception), ray_calls.starting_no_ray(), ray_calls.inside():
+            check_ray(self.stager)
+            getattr(self.handle, method).remote(*arguments)
+
+    def put(self, parts: list[np.ndarray]) -> Any:
+        """Returns a reference to an object that has a copy of these runs of bytes.
+
+        Raises:
+            NoRoomError: The node's memory has no room for it.
+        """
+        # Why no arrays: Ray takes three times as long to make arrays again in another process.
+        buffers = [PickleBuffer(part) for part in parts]  # type: ignore[arg-type]
+        return ray_calls.put(buffers, sum(map(len, parts)))
+
+    def end_stager(self) -> None:
+        """Asks for the end of the stager's process, and does not wait for it.
+
+        *Why*: one that hangs in a storage may never end.
+        """
+        with suppress(RayError, ValueError):
+            ray_calls.kill(self.handle, no_restart=True)
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Lets go of its process."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+LONGEST_DEVICE_WINDOW = 64 << 20
+"""Longest window of bytes from a device: each thread that copies keeps one in pinned memory."""
+
+
+class _Pulse:
+    """Checks whether a stager answers while a call to it waits."""
+
+    def __init__(self, link: ActorLink, silence_s: float, stop: Stop | None) -> None:
+        self._link = link
+        self._stop = stop
+        self._silence_s = silence_s
+        self._heard_s = time.monotonic()
+        self._asked: Any = None
+
+    def __call__(self, failed: bool) -> CheckpointError | None:
+        if self._stop is not None and self._stop.asked:
+            error = self._stop.error
+            return error if isinstance(error, CheckpointError) else CheckpointError(str(error))
+        now_s = time.monotonic()
+        silent_s = now_s - self._heard_s
+        if self._asked is not None and ray_calls.wait([self._asked], timeout=0)[0]:
+            asked, self._asked = self._asked, None
+            # Suppressed: a connection broke, which is silence and no death.
+            with suppress(RayError):
+                ray_calls.get(asked)
+                self._heard_s, silent_s = now_s, 0.0
+        if silent_s > self._silence_s:
+            raise StagerGone(f"{self._link.stager} has not answered for {silent_s:.0f} s")
+        if self._asked is None and silent_s > self._silence_s / 4:
+            # Suppressed: that the stager is gone is found by the call itself.
+            with suppress(RayError), ray_calls.inside():
+                self._asked = self._link.handle.place.remote()
+        return None
+
+
+def _raise_gone(stager: str) -> NoReturn:
+    raise StagerGone(stager)
+
+
+REPORT_S = 0.2
+"""How often a rank reports full windows, in seconds. With a report of each window the stager would
+begin to write while the rank still copies, and both would wait for the same memory: a state that is
+copied in less than this has its processors for itself."""
+
+
+_scratch = PrivateMemory()
+"""Reused from save to save, as pages that are touched and registered with a device."""
+os.register_at_fork(after_in_child=_scratch.begin_anew)
+
+
+def transfer(
+    link: ActorLink,
+    order: StageOrder,
+    reporter: Any,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+    *,
+    timeout_s: float,
+    stop: Stop | None = None,
+) -> int:
+    """Returns how many bytes the stager holds, when it holds them all.
+
+    Args:
+        link: To the stager.
+        order: What is handed over.
+        reporter: Who gets the reports.
+        filler: Copies the fixed items; called in this thread. It is waited for as seldom as
+            windows are reported, so that a device always has something to copy.
+        deferred: Gives a deferred item's bytes.
+        timeout_s: How long to wait each time that the stager has no room, in seconds.
+        stop: Ends it early, with its error.
+
+    Raises:
+        StagerGone: It died; everything is to be handed to another one.
+        NoRoomError: The node's memory has no room for a window.
+        CheckpointError: It refused or gave up, or `filler` or `deferred` failed.
+    """
+    silence_s = order.options.heartbeat_timeout_s
+
+    def call(method: str, *arguments: Any) -> Any:
+        answer = link.call(method, *arguments, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
+        if isinstance(answer, Unknown):
+            raise StagerGone(f"{link.stager} does not know the {answer.what}")
+        return answer
+
+    layout = lay_out_windows(order.plan, order.deferred_bytes, order.window_bytes)
+    last, reported, reported_s = layout.num_windows - 1, -1, time.monotonic()
+
+    def report(method: str, window: int) -> None:
+        """Reports that all windows up to this one are full.
+
+        *Why* each report waits for its answer: one that was lost would hold up what writes.
+        """
+        nonlocal reported, reported_s
+        call(method, order.key, objects.take(range(reported + 1, window + 1)))
+        reported, reported_s = window, time.monotonic()
+
+    try:
+        num_granted = call("begin", link.stager, order, reporter).num_windows
+        with _WindowObjects(link, order.window_bytes, filler.pin) as objects:
+            for window, used_bytes in enumerate(layout.used_bytes.tolist()):
+                while window >= num_granted:
+                    # Nothing is written, and so no room made, before the stager knows of it.
+                    if reported < window - 1:
+                        report("deliver", window - 1)
+                    grant: Grant = call("more", order.key, num_granted)
+                    num_granted = grant.num_windows
+                    if grant.missing_bytes:
+                        _warn_of_full_store(grant.missing_bytes, order)
+                scratch = objects.scratch()
+                into = np.frombuffer(scratch.view, np.uint8)[:used_bytes]
+                objects.put(window, window_parts(layout, window, into, filler, deferred), scratch)
+                if time.monotonic() - reported_s > REPORT_S and window < last:
+                    report("deliver", window)
+            report("seal", last)
+    except BaseException:
+        drain(filler)
+        # Why: until the rank says so, the room of its windows is given to nobody else.
+        link.post("cancel", order.key, True)
+        raise
+    return layout.total_bytes
+
+
+def _warn_of_full_store(missing_bytes: int, order: StageOrder) -> None:
+    logger.warning(
+        "What the ranks of this node save to %s is %.3g GB larger than what staged bytes may take "
+        "of its object store: windows follow each other, and training waits for the storage. "
+        "Start Ray with an --object-store-memory that is %.3g GB larger, on a /dev/shm that has as "
+        "much, and raise StagerOptions(limit_bytes=...) where that is set",
+        order.target.url,
+        missing_bytes / 1e9,
+        missing_bytes / SHARE_OF_STORE / 1e9,
+    )
+
+
+class _WindowObjects:
+    """Puts windows into the object store, as many at a time as threads copy.
+
+    Nothing is under way any more when the context ends.
+
+    Args:
+        link: Puts them.
+        window_bytes: Length of the longest.
+        pin: Of the device that some of their bytes come from.
+    """
+
+    def __init__(self, link: ActorLink, window_bytes: int, pin: Pin | None) -> None:
+        self._link = link
+        self._window_bytes = window_bytes
+        self._pin = pin
+        self._refs: dict[int, Any] = {}
+        self._free: list[Lease] = []
+        self._begun: deque[tuple[int, Future[Any], Lease]] = deque()
+
+    def scratch(self) -> Lease:
+        """Returns memory for the next window; waits until one may begin."""
+        if len(self._begun) >= copying_threads():
+            self._finish_first()
+        if self._free:
+            return self._free.pop()
+        # Its pages take memory only where bytes are copied to.
+        try:
+            lease = _scratch.lease(self._window_bytes)
+        except MemoryError as error:
+            raise NoRoomError(str(error)) from error
+        for piece in range(-(-self._window_bytes // PIECE_BYTES)):
+            lease.pin(self._pin, piece)
+        return lease
+
+    def put(self, window: int, parts: list[np.ndarray], scratch: Lease) -> None:
+        """Begins to put a window.
+
+        Args:
+            window: Its number.
+            parts: Its bytes.
+            scratch: Where some of them are; free for the next window when they are copied.
+        """
+        self._begun.append((window, begin(partial(self._link.put, parts), "put window"), scratch))
+
+    def take(self, windows: Sequence[int]) -> dict[int, Any]:
+        """Returns the references of windows, once they are there; nobody else keeps any.
+
+        *Why*: a window counts in the node's budget until its last reference is gone.
+        """
+        while self._begun:
+            self._finish_first()
+        return {window: self._refs.pop(window) for window in windows}
+
+    def _finish_first(self) -> None:
+        window, future, scratch = self._begun[0]
+        self._refs[window] = future.result()
+        self._begun.popleft()
+        self._free.append(scratch)
+
+    def __enter__(self) -> _WindowObjects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wait_all([future for _, future, _ in self._begun])
+        for lease in (*self._free, *(lease for *_, lease in self._begun)):
+            lease.release()
+
+
+MOST_STAGERS = 3
+"""How many stagers in a row may die while one state is handed over."""
+
+WARM_S = 600.0
+
+
+class RankStaging:
+    """One rank's place at its node's stager, which is made if there is none.
+
+    Calls may come from several threads.
+
+    Args:
+        name: Of this rank on the node, unique there.
+        namespace: Ray namespace of the stager.
+        lease_s: How long an unused stager stays, in seconds.
+        options: How the node stages; those of its first rank count.
+
+    Raises:
+        ParticipantError: The stager does not start or answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        namespace: str = NAMESPACE,
+        lease_s: float = LEASE_S,
+        options: StagerOptions | None = None,
+    ) -> None:
+        self.name = name
+        self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
+        node_id = ray.get_runtime_context().get_node_id()
+        self._stager: Callable[[], Any] = lambda: stager_of(
+            node_id, namespace=namespace, lease_s=lease_s, options=options
+        )
+        self._lock = threading.Lock()
+        self._link: ActorLink | None = None
+        self.link()
+
+    def warm(
+        self, num_bytes: int, touched: Callable[[int], object] = lambda _: None
+    ) -> Future[None]:
+        """Begins to touch memory of the store for a state, which makes its first save faster.
+
+        In the background, behind everything else. Returns at once; the future ends with it, also
+        where it could not be done.
+
+        Args:
+            num_bytes: Size of the state.
+            touched: Called with the bytes of each window that was touched.
+        """
+
+        def touch() -> None:
+            step_behind(19)
+            # Suppressed: a first save is slower then, and raises what is wrong.
+            with suppress(CheckpointError, StagerGone, NoRoomError, RayError):
+                link = self.link()
+                own_bytes = link.call("warm", self.name, num_bytes, timeout_s=WARM_S)
+                # Why all at once: each is to get a place of its own in the store, as the windows
+                # of a save do. To touch one costs ten times the copy.
+                window = np.zeros(link.window_bytes, dtype=np.uint8)
+                held = []
+                for start in range(0, own_bytes, link.window_bytes):
+                    held.append(link.put([window[: own_bytes - start]]))
+                    touched(min(own_bytes - start, link.window_bytes))
+                if held:
+                    held.clear()
+                    # Why: until Ray has it back, a save would get memory that was never touched.
+                    threading.Event().wait(LINGER_S)
+
+        return begin(touch, "warm")
+
+    def stage(
+        self,
+        key: StageKey,
+        plan: RankPlan,
+        captured: Captured,
+        *,
+        target: Target,
+        options: SaveOptions,
+        published: Published = NOTHING_PUBLISHED,
+        reporter: Any = None,
+        stop: Stop | None = None,
+    ) -> Staged:
+        """Hands all bytes to the stager; when it returns, the state may change.
+
+        Writing begins meanwhile. A state larger than the node's budget goes through in windows: the
+        call returns later then. A stager that dies meanwhile is replaced.
+
+        Args:
+            key: Names this share of the attempt.
+            plan: What to write.
+            captured: Where the bytes are.
+            target: Where to write.
+            options: How; `write_timeout_s` bounds each wait for room.
+            published: See `ray_dcp.io.writer.write_pieces`.
+            reporter: Handle of the actor that gets the report of each file; see `Stager.begin`.
+            stop: Ends it early, with its error: where ranks share a file one waits for the others.
+
+        Raises:
+            NoRoomError: The node's memory has no room; nothing stays at the stager.
+            LimitError: The node's budget is too small for one window.
+            ParticipantError: No stager stays alive.
+            CheckpointError: It was cancelled, or `captured` failed.
+        """
+        filler = filler_of(captured.source)
+        deferred, lengths = deferred_items(plan, captured.deferred)
+        longest = LONGEST_DEVICE_WINDOW if filler.pin is not None else sys.maxsize
+        for _ in range(MOST_STAGERS):
+            link = self.link()
+            window_bytes = min(link.window_bytes, longest)
+            order = StageOrder(
+                key,
+                self._process,
+                plan,
+                lengths,
+                target,
+                options,
+                window_bytes,
+                dict(published),
+            )
+            try:
+                num_bytes = transfer(
+                    link,
+                    order,
+                    reporter,
+                    filler,
+                    deferred.__getitem__,
+                    timeout_s=options.write_timeout_s,
+                    stop=stop,
+                )
+            except StagerGone:
+                # This rank has the state still. What that one has written has the same bytes.
+                self.replace(link)
+                continue
+            return Staged(link, order, num_bytes)
+        raise ParticipantError(
+            f"expected a stager to stay alive on this node, but {MOST_STAGERS} died one after the "
+            f"other while rank {key.rank} staged; look into their logs",
+            rank=key.rank,
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Returns what the stager says of itself."""
+        link = self.link()
+        try:
+            found: dict[str, Any] = link.call("info", timeout_s=ENTER_S)
+        except StagerGone:
+            link = self.replace(link)
+            found = link.call("info", timeout_s=ENTER_S)
+        return found
+
+    def close(self) -> None:
+        """Deregisters this rank at the stager, which still writes what the rank has staged."""
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.post("leave", self.name, self._process)
+            link.close()
+
+    def link(self) -> ActorLink:
+        """Returns the link to the stager."""
+        with self._lock:
+            if self._link is None:
+                self._link = self._connect()
+            return self._link
+
+    def replace(self, dead: ActorLink) -> ActorLink:
+        """Returns a link to a new stager, and kills the old one if it still runs.
+
+        Raises:
+            ParticipantError: No other one starts.
+        """
+        with self._lock:
+            if self._link is dead or self._link is None:
+                dead.end_stager()
+                dead.close()
+                self._link = self._connect(dead.stager)
+            return self._link
+
+    def _connect(self, not_this: str | None = None) -> ActorLink:
+        """Registers this rank at a stager and returns the link to it.
+
+        Args:
+            not_this: A stager that is dead; its name may still be found for a moment.
+
+        Raises:
+            ParticipantError: It does not come or answer.
+        """
+        begin_s, is_logged = time.monotonic(), False
+        end_s = begin_s + START_S
+
+        def log_slow_start(_: bool) -> None:
+            nonlocal is_logged
+            waited_s = time.monotonic() - begin_s
+            if waited_s > LONG_WAIT_S and not is_logged:
+                is_logged = True
+                logger.warning(
+                    "Rank %s has waited %.0f s for a stager to start and answer; it fails after %g "
+                    "s. Look whether that node has CPU and memory for one more process",
+                    self.name,
+                    waited_s,
+                    START_S,
+                )
+
+        while True:
+            handle = self._stager()
+            try:
+                place: StagingAddress = call_actor(
+                    "the node's stager",
+                    lambda fresh: self._stager() if fresh else handle,  # noqa: B023 - called at once
+                    lambda actor: actor.place.remote(),
+                    timeout_s=max(end_s - time.monotonic(), 1.0),
+                    given_up=log_slow_start,
+                )
+                if place.stager != not_this:
+                    break
+            except ParticipantError:
+                if time.monotonic() >= end_s:
+                    raise
+            if time.monotonic() >= end_s:
+                raise ParticipantError(
+                    f"expected another stager than {not_this}, which is dead, within {START_S:g} "
+                    f"s; look whether its node is overloaded, and save again"
+                )
+            threading.Event().wait(0.1)
+        pid, pidfd = None, -1
+        if place.pid_namespace and place.pid_namespace == pid_namespace():
+            pid = os.getpid()
+            # Suppressed: it has ended, or this system can't; calls find that out.
+            with suppress(AttributeError, OSError):
+                pidfd = os.pidfd_open(place.pid)
+        link = ActorLink(handle, place, pidfd)
+        caller = ray_calls.this_caller(os.getpid())
+        link.call("enter", self.name, self._process, caller, pid, timeout_s=START_S)
+        return link
+
+
+class Staged:
+    """Bytes that a stager holds.
+
+    Attributes:
+        key: What the stager knows them by.
+        num_bytes: How many.
+        stager: Name of that stager, different for each process that ever was one.
+    """
+
+    def __init__(self, link: ActorLink, order: StageOrder, num_bytes: int) -> None:
+        self.key = order.key
+        self.num_bytes = num_bytes
+        self.stager = link.stager
+        self._link = link
+
+    def progress(self) -> StageProgress | None:
+        """Returns the progress of the stager; None if it is dead or does not know the key."""
+        try:
+            found: StageProgress | None = self._link.call("progress", self.key, timeout_s=ENTER_S)
+        except (StagerGone, CheckpointError):
+            return None
+        return found
+
+    def release(self, *, committed: bool = False) -> None:
+        """Reports that the outcome is known: nobody needs the reports again, nor the bytes.
+
+        Args:
+            committed: The save was; what it is to keep in memory stays then.
+        """
+        self._link.post("release", self.key, committed)

@@ -1,0 +1,1 @@
+"""Makes checkpoints and model files out of other checkpoints."""

@@ -1,0 +1,456 @@
+"""Copies a checkpoint to another place: an attempt there like a save, with an id of its own.
+
+The bytes of data files and chunk table are copied as they are, so that checksums and digests hold
+there as well; the names of the files, the record and `.metadata` have the new id. So a copy never
+touches a file of somebody else, and of a copy and what is saved, copied or deleted meanwhile one
+wins the slot. What ray_dcp did not write keeps its names, and is only ever created. No torch, no
+ray.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ray_dcp import events
+from ray_dcp.commit_protocol.commands import RecordsRead
+from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, undecided
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won, owner_of
+from ray_dcp.coordinator.tasks import (
+    check_complete,
+    decide,
+    explaining_removal,
+    new_attempt,
+    settle,
+)
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.processes import Stop, collector_paused, run_tasks
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    StorageError,
+)
+from ray_dcp.format.manifest import FileEntry, FilesColumns, Manifest, encode_record, record_key
+from ray_dcp.format.metadata import encode_metadata
+from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
+from ray_dcp.format.step_info import info_key, info_slot
+from ray_dcp.format.table import decode_table, with_places
+from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
+from ray_dcp.place.standing import publish, read_standing, standing_records, without_stock_files
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
+from ray_dcp.view.progress import Meter, uncounted
+from ray_dcp.view.run_listing import needed_lengths
+
+_PIECE_BYTES = 8 << 20
+_NUM_THREADS = 4
+_LEAVING_S = 30.0
+"""How long threads that were asked to stop are waited for, in seconds."""
+STOPPED = "the copy was interrupted, or failed"
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """The files of a checkpoint, in the order in which they are copied."""
+
+    checkpoint: Checkpoint
+    files: tuple[tuple[str, int], ...]
+    """Keys and lengths of data files and chunk table."""
+    beside: tuple[tuple[str, int], ...]
+    """The same of what is told beside them, and that readers do not need."""
+    last: tuple[tuple[str, int], ...]
+    """The same of what makes it a checkpoint: the record, `.metadata`."""
+
+    @property
+    def num_files(self) -> int:
+        """Number of all files."""
+        return len(self.files) + len(self.beside) + len(self.last)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(n for _, n in (*self.files, *self.beside, *self.last))
+
+
+def plan_copy(storage: Storage, checkpoint: Checkpoint) -> CopyPlan:
+    """Returns what belongs to a checkpoint.
+
+    Args:
+        storage: Where it lies.
+        checkpoint: As opened.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, has another length, or, where ray_dcp did not
+            write it, is too short.
+        StorageError: The storage can't be read.
+    """
+    found = {entry.key: entry.num_bytes for entry in storage.list()}
+    manifest, attempt = checkpoint.manifest, checkpoint.attempt
+    if manifest is None or attempt is None:
+        files = _checked(needed_lengths(checkpoint.table), found, is_least=True)
+        index = [key for key in found if key.endswith(".index.json") and "/" not in key]
+        end = [METADATA_KEY] if checkpoint.kind == "stock" else index
+        return CopyPlan(checkpoint, files, (), tuple((key, found[key]) for key in end))
+    entries = {entry.key: entry.num_bytes for entry in (*manifest.files, manifest.table)}
+    files = _checked(entries, found)
+    infos = sorted(n for key in found if (n := info_slot(key)) is not None and n < checkpoint.slot)
+    told = [key for key in found if infos and info_slot(key) == infos[-1]]
+    told += [trace_key(attempt)] if trace_key(attempt) in found else []
+    last = [(record_key(checkpoint.slot), len(checkpoint.record))]
+    if manifest.metadata is not None:
+        last.append((METADATA_KEY, manifest.metadata.num_bytes))
+    return CopyPlan(checkpoint, files, tuple((key, found[key]) for key in told), tuple(last))
+
+
+def copy_checkpoint(
+    source: Storage,
+    plan: CopyPlan,
+    target: Target,
+    *,
+    meter: Meter | None = None,
+    opener: Callable[[Target], Storage] = open_storage,
+) -> None:
+    """Writes a checkpoint to another place; it appears there when all of it is durable.
+
+    When it fails or is interrupted, what was written there is deleted again.
+
+    Args:
+        source: Where it lies.
+        plan: Of `plan_copy`.
+        target: Where it goes; no checkpoint may be there, nor files that a save left of one.
+        meter: Counts the bytes that are copied, if given; the caller has told it how many to
+            expect.
+        opener: What opens the storage of the target.
+
+    Raises:
+        CheckpointExistsError: Something of a checkpoint is there, or was written meanwhile.
+        CommitUnknownError: The storage did not say whether the copy appeared.
+        DamagedCheckpointError: A file is shorter than it was when planned.
+        SaveCancelledError: A collector ended the copy.
+        StorageError: A storage failed.
+    """
+    storage = opener(target)
+    # Why before looking: what is committed after this meets the record of the copy, or its create.
+    standing = read_standing(storage)
+    check_free(storage)
+    copying = _Copying(source, storage, plan, meter or uncounted())
+    try:
+        if plan.checkpoint.manifest is None:
+            _copy_others(copying, plan, standing)
+        else:
+            _copy_ours(copying, plan, plan.checkpoint.manifest, standing, target, opener)
+    except BaseException as error:
+        copying.undo(error)
+        raise
+
+
+def check_free(target: Storage) -> None:
+    """Checks that no checkpoint is at a place, nor data files of one.
+
+    Records may be: of attempts that failed, or of a delete.
+
+    Raises:
+        CheckpointExistsError: There is.
+    """
+    standing = standing_records(target)
+    there = [record_key(standing.slot)] if standing.manifest is not None else []
+    there += map(record_key, standing.slots.unreadable)
+    for entry in target.list():
+        owned = owner_of(entry.key)
+        is_others = "/" not in entry.key and entry.key.endswith((".distcp", ".safetensors"))
+        if is_others or (owned is not None and owned.kind in ("data", "metadata")):
+            there.append(entry.key)
+    if there:
+        raise CheckpointExistsError(
+            f"expected nothing of a checkpoint in {target.url}, found {there[0]}"
+            f"{f' and {len(there) - 1} more files' if len(there) > 1 else ''}; choose another "
+            f"place, or delete it first (what a save or copy left that was killed: ray-dcp gc "
+            f"--abort-unfinished)",
+            checkpoint_id=target.url,
+        )
+
+
+def _checked(
+    expected: dict[str, int], found: dict[str, int], *, is_least: bool = False
+) -> tuple[tuple[str, int], ...]:
+    """Returns the files with their lengths, which are those expected, or at least those."""
+    for key, num_bytes in expected.items():
+        there = found.get(key, -1)
+        if there < num_bytes or (there > num_bytes and not is_least):
+            what = "it is missing" if key not in found else f"it has {there} bytes"
+            raise DamagedCheckpointError(
+                f"expected {key} with {'at least ' * is_least}{num_bytes} bytes, but {what}; copy "
+                f"another step",
+                key=key,
+            )
+    return tuple((key, found[key]) for key in expected)
+
+
+def _copy_others(copying: _Copying, plan: CopyPlan, standing: RecordsRead) -> None:
+    """Copies what stock DCP or Hugging Face wrote: no record commits it, and names are not unique.
+
+    So every file is created where there is none, `.metadata` or the index last.
+    """
+    copying.files()
+    storage = copying.target
+    seen = standing_records(storage)
+    if seen.manifest is not None or seen.last_slot > standing.last_slot:
+        raise _key_taken_error(storage, record_key(seen.last_slot))
+    for key, _ in plan.last:
+        is_read = key == METADATA_KEY
+        copying.create(key, plan.checkpoint.record if is_read else copying.source.read(key))
+
+
+def _copy_ours(
+    copying: _Copying,
+    plan: CopyPlan,
+    manifest: Manifest,
+    standing: RecordsRead,
+    target: Target,
+    opener: Callable[[Target], Storage],
+) -> None:
+    """Copies what ray_dcp wrote, and takes part in the vote on what the target holds."""
+    storage, own = copying.target, new_attempt()
+    copying.renamed = manifest.attempt, own
+    with explaining_removal(storage, own, standing.last_slot, target.url):
+        copying.files()
+    written = [(copying.name_of(key), num_bytes) for key, num_bytes in plan.files]
+    check_complete(storage, written, own, standing.last_slot, target.url)
+    record, metadata = _records(copying, manifest, standing, target.url)
+    for key, _ in plan.beside:
+        _copy_beside(copying, key, own, standing.last_slot)
+    slot = _commit(copying, target, Vote(
+        target, own, standing.last_slot + 1, create_if_absent=standing.create_if_absent
+    ), encode_record(record), opener)  # fmt: skip
+    try:
+        if not publish(storage, slot, metadata, target.url).superseded:
+            storage.delete(without_stock_files(storage, standing.replaced))
+    except CheckpointError as error:
+        told = f"The copy in {target.url} stands, but what follows its commit failed: {error}"
+        events.warn(told, stacklevel=4)
+
+
+def _records(
+    copying: _Copying, manifest: Manifest, standing: RecordsRead, url: str
+) -> tuple[Manifest, bytes | None]:
+    """Returns the manifest of the copy, and its `.metadata`."""
+    record = replace(
+        _of_attempt(manifest, copying.renamed[1]),
+        previous_slot=standing.last_slot,
+        decided=standing.decided,
+    )
+    if manifest.metadata is None:
+        return record, None
+    with collector_paused():
+        table = with_places(decode_table(verified_table(copying.source, manifest)), record)
+        metadata = encode_metadata(table, checkpoint_id=url, attempt=record.attempt)
+    entry = FileEntry(METADATA_KEY, len(metadata), digest_bytes(metadata).hex())
+    return replace(record, metadata=entry), metadata
+
+
+def _of_attempt(manifest: Manifest, attempt: str) -> Manifest:
+    """Returns the manifest of the same files under the names of another attempt."""
+
+    def named(key: str) -> str:
+        return key.replace(manifest.attempt, attempt)
+
+    end = manifest.table_end
+    return replace(
+        manifest,
+        attempt=attempt,
+        files=FilesColumns.of(replace(e, key=named(e.key)) for e in manifest.files),
+        table=replace(manifest.table, key=named(manifest.table.key)),
+        table_end=None if end is None else replace(end, key=named(end.key)),
+        metadata=None,
+        replaced_metadata=None,
+        previous_slot=0,
+        decided=(),
+    )
+
+
+def is_copied(source: Storage, checkpoint: Checkpoint, target: Storage) -> bool:
+    """Returns whether a copy of a checkpoint is at a place, whole by the lengths of its files.
+
+    Args:
+        source: Where the checkpoint lies.
+        checkpoint: As opened.
+        target: The place.
+
+    Raises:
+        StorageError: A storage failed.
+
+    Complexity:
+        By the digests in the manifests; what ray_dcp did not write is read and compared.
+    """
+    try:
+        there = read_checkpoint(target, checks_later=True)
+        plan = plan_copy(target, there)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return False
+    ours, other = checkpoint.manifest, there.manifest
+    if ours is not None and other is not None:
+        same = _of_attempt(ours, new_attempt())
+        return encode_record(same) == encode_record(_of_attempt(other, same.attempt))
+    own = plan_copy(source, checkpoint)
+    if (own.files, own.last, checkpoint.record) != (plan.files, plan.last, there.record):
+        return False
+    return all(
+        source.read(key, start, _PIECE_BYTES) == target.read(key, start, _PIECE_BYTES)
+        for key, num_bytes in (*own.files, *own.last)
+        for start in range(0, num_bytes, _PIECE_BYTES)
+    )
+
+
+def _copy_beside(copying: _Copying, key: str, own: str, last_slot: int) -> None:
+    """Copies what is told beside a checkpoint; what is damaged there is left out."""
+    before = copying.renamed[0]
+    with suppress(KeyMissingError, DamagedCheckpointError):
+        data = copying.source.read(key)
+        if info_slot(key) is not None:
+            key = info_key(last_slot)
+        elif key == trace_key(before):
+            data = encode_trace(replace(decode_trace(data, key=key), attempt=own))
+        else:
+            data = data.replace(before.encode(), own.encode(), 1)
+        copying.create(copying.name_of(key), data)
+
+
+def _commit(
+    copying: _Copying,
+    target: Target,
+    vote: Vote,
+    record: bytes,
+    opener: Callable[[Target], Storage],
+) -> int:
+    """Returns the slot in which the copy is committed."""
+    # Careful: from here on the record may stand, and files may only go when it is sure not to.
+    copying.may_stand = True
+    try:
+        decision = decide(vote, vote.commit(record), opener)
+    except BaseException:
+        ended = settle(target, vote.attempt, reason=STOPPED, rank=None, opener=opener)
+        copying.may_stand = not isinstance(ended, Fenced)
+        raise
+    failed = decision.error if isinstance(decision, Open) else None
+    if failed is not None:
+        decision = settle(
+            target, vote.attempt, reason=STOPPED, rank=None, opener=opener,
+            create_if_absent=opener(target).traits.create_if_absent,
+        )  # fmt: skip
+    match decision:
+        case Won():
+            return decision.slot
+        case Open():
+            raise undecided(vote, str(failed))
+        case Lost():
+            copying.may_stand = False
+            raise lost_race(vote, decision)
+        case Fenced():
+            copying.may_stand = False
+            raise failed or fenced_off(vote, decision)
+
+
+def _key_taken_error(storage: Storage, key: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"expected to be the only one who writes to {storage.url}, but somebody else created "
+        f"{key} there meanwhile; choose another place",
+        checkpoint_id=storage.url,
+        key=key,
+    )
+
+
+class _Copying:
+    """One copy that is under way.
+
+    Attributes:
+        renamed: Attempt in the names of the source, and what takes its place.
+        may_stand: The copy may be committed: nothing is undone.
+    """
+
+    def __init__(self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter) -> None:
+        self.source, self.target = source, target
+        self.renamed: tuple[str, str] = ("", "")
+        self.may_stand = False
+        self._stop = Stop()
+        self._own: list[str] = []
+        self._plan, self._meter = plan, meter
+        self._active = 0
+        self._quiet = threading.Condition()
+
+    def name_of(self, key: str) -> str:
+        """Returns the key of a file at the target."""
+        before, own = self.renamed
+        return key.replace(before, own) if before else key
+
+    def files(self) -> None:
+        """Copies data files and chunk table."""
+        files = self._plan.files
+        run_tasks(files, self._file, min(_NUM_THREADS, len(files)), self._stop)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Creates a small file.
+
+        Raises:
+            CheckpointExistsError: It is there.
+        """
+        try:
+            self.target.write(key, data, create=self.target.traits.create_if_absent)
+        except KeyExistsError as error:
+            raise _key_taken_error(self.target, key) from error
+        self._own.append(key)
+
+    def _file(self, item: tuple[str, int]) -> None:
+        with self._quiet:
+            self._active += 1
+        try:
+            self._copy(*item)
+        finally:
+            with self._quiet:
+                self._active -= 1
+                self._quiet.notify_all()
+
+    def _copy(self, key: str, num_bytes: int) -> None:
+        name = self.name_of(key)
+        # Why: nobody else uses a name that has the id, so it may go even if nobody knows whether
+        # it was created.
+        if self.renamed[1] and self.renamed[1] in name:
+            self._own.append(name)
+        writer: PartWriter | None = None
+        try:
+            writer = self.target.open_writer(name)
+            for start in range(0, num_bytes, _PIECE_BYTES):
+                if self._stop.asked:
+                    return
+                length = min(_PIECE_BYTES, num_bytes - start)
+                piece = self.source.read(key, start, length)
+                if len(piece) != length:
+                    raise DamagedCheckpointError(
+                        f"expected {num_bytes} bytes, but the file became shorter", key=key
+                    )
+                writer.write(piece)
+                self._meter.add(length, key)
+            writer.commit()
+            self._own.append(name)
+        except KeyExistsError as error:
+            raise _key_taken_error(self.target, name) from error
+        finally:
+            if writer is not None:
+                writer.abort()
+
+    def undo(self, error: BaseException) -> None:
+        """Stops the other threads, and deletes what this copy created, unless it may stand."""
+        self._stop.because(error)
+        with self._quiet:
+            self._quiet.wait_for(lambda: not self._active, _LEAVING_S)
+        if self.may_stand:
+            return
+        with suppress(CheckpointError):
+            # Why backwards: what makes the files of others a checkpoint was created last.
+            for key in reversed(list(dict.fromkeys(self._own))):
+                self.target.delete([key])

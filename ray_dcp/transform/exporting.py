@@ -1,0 +1,585 @@
+"""`export`, `import_checkpoint` and `copy`: convert checkpoints, and copy them to other places.
+
+All of them stream: memory holds neither side whole. They check that the target has enough disk
+space before they write, and leave nothing behind when interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StorageError,
+)
+from ray_dcp.io.checkpoint import what_became_of
+from ray_dcp.options import KeyMap, SaveOptions, check_patterns
+from ray_dcp.place.garbage_collection import delete
+from ray_dcp.place.standing import target_of, write_metadata
+from ray_dcp.store.local import LocalStorage, publish
+from ray_dcp.store.location import AnyPlace, checked_url, split_url
+from ray_dcp.store.opening import as_target, open_storage, place_below
+from ray_dcp.store.storage import KeyMissingError
+from ray_dcp.transform.copying import check_free, copy_checkpoint, is_copied, plan_copy
+from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
+from ray_dcp.view.progress import Meter, ShowProgress, reporting
+from ray_dcp.view.run_view import check_no_step
+from ray_dcp.view.verify import items_of
+from ray_dcp.view.wording import size_text
+
+ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
+
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
+            "float": "float32", "fp64": "float64"}  # fmt: skip
+_FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_FRAME_BYTES = 4096
+"""Upper bound of the overhead that a tensor has in a file, in bytes."""
+_ONE_FILE_BYTES = 1 << 62
+_HUB_FILE_BYTES = 5 << 30
+"""Size of the files of an export to `hf`: that of transformers' `save_pretrained`."""
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The contents and sizes of an export."""
+
+    source: str
+    target: str
+    format: str
+    num_tensors: int
+    num_objects: int
+    num_bytes: int
+    """Approximate size of the result, in bytes."""
+    disk_bytes: int
+    """Approximate disk space that the export needs, with temporary files, in bytes."""
+    left_out: tuple[str, ...] = ()
+    """Names of objects, if the format can't hold objects."""
+
+
+def plan_export(
+    source: AnyPlace | CheckpointView,
+    target: str | os.PathLike[str],
+    format: ExportFormat = "safetensors",  # noqa: A002 - what users call it
+    *,
+    include: Sequence[str] = (),
+    dtype: str | None = None,
+    strip_prefix: str = "",
+) -> ExportPlan:
+    """Checks that an export is possible and returns its plan; see `export`."""
+    if format not in get_args(ExportFormat):
+        raise InvalidRequestError(
+            f"format must be one of {', '.join(get_args(ExportFormat))}, but is {format!r}",
+            key="format",
+        )
+    check_patterns(include, "include")
+    cast = float_dtype(dtype)
+    view = source if isinstance(source, CheckpointView) else read_view(source)
+    rewritten = not (format == "dcp" and _is_copy(view, include, cast, strip_prefix))
+    if rewritten:
+        _check_one_state(view)
+    names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
+    objects = tuple(name for name in names if name not in view.tensors)
+    left_out = objects if format in ("safetensors", "hf") else ()
+    if len(names) == len(left_out):
+        patterns = f"that match {', '.join(map(repr, include))}" if include else "to write"
+        what = "tensors" if left_out else "names"
+        raise InvalidRequestError(
+            f"expected {what} {patterns} in {view.url}, found none of {len(view)}", key="include"
+        )
+    num_bytes = 0
+    for name in names:
+        info = view.tensors.get(name)
+        if info is not None:
+            is_cast = cast is not None and "float" in info.dtype
+            width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
+            num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
+    num_tensors, num_objects = len(names) - len(objects), len(objects) - len(left_out)
+    for folder in () if rewritten else items_of(view.storage, view.checkpoint):
+        item = read_view(place_below(view.place or view.url, folder))
+        num_tensors += len(item.tensors)
+        num_objects += len(item.objects)
+        num_bytes += item.num_bytes
+    plan = ExportPlan(
+        view.url,
+        os.fspath(target),
+        format,
+        num_tensors,
+        num_objects,
+        num_bytes,
+        num_bytes * (2 if rewritten and format == "dcp" else 1),
+        left_out,
+    )
+    _check_target(plan)
+    return plan
+
+
+def export(
+    source: AnyPlace | CheckpointView,
+    target: str | os.PathLike[str],
+    format: ExportFormat = "safetensors",  # noqa: A002 - what users call it
+    *,
+    include: Sequence[str] = (),
+    dtype: str | None = None,
+    strip_prefix: str = "",
+    progress: ShowProgress = False,
+) -> ExportPlan:
+    """Writes a checkpoint in another format.
+
+    Args:
+        source: Path, URL or view of any checkpoint.
+        target: Path of a new file for `safetensors` and `torch`, of a new or empty directory for
+            `hf` and `dcp`.
+        format: `safetensors`; `torch` (a `torch.save` file); `hf` (safetensors files and an index,
+            as on the hub); or `dcp` (a checkpoint that stock DCP reads).
+        include: Shell patterns of FQNs; everything if empty. `safetensors` and `hf` can't hold
+            objects, which are left out.
+        dtype: The dtype to cast floating-point tensors to, for example `bfloat16` or `bf16`;
+            unchanged if None.
+        strip_prefix: Prefix that is removed from names, for example `model.`.
+        progress: Whether to draw a bar; or a function that receives a `Progress` about ten times a
+            second.
+
+    Returns:
+        The plan that was carried out, with the names that were left out.
+
+    Raises:
+        InvalidRequestError: Nothing matches, an argument is invalid, the target exists or names a
+            step as `RUN@STEP`, or the source is a step of several items: only `dcp` copies it
+            whole.
+        UnsupportedValueError: The format lacks a dtype.
+        StorageError: There is not enough space (checked before anything is written), the storage
+            failed, or the checkpoint was replaced after the view was opened.
+        CheckpointError: The checkpoint can't be read.
+
+    Examples:
+        >>> import tempfile, ray_dcp, torch
+        >>> root = tempfile.mkdtemp()
+        >>> _ = ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=f"{root}/a")
+        >>> ray_dcp.export(f"{root}/a", f"{root}/w.safetensors").num_tensors
+        1
+        >>> ray_dcp.export(f"{root}/a", f"{root}/w.pt", "torch", dtype="bf16").format
+        'torch'
+        >>> torch.load(f"{root}/w.pt")["w"].dtype
+        torch.bfloat16
+    """
+    from ray_dcp.transform.conversion import dcp_to_safetensors, dcp_to_torch_save
+
+    view = source if isinstance(source, CheckpointView) else read_view(source)
+    plan = plan_export(
+        view, target, format, include=include, dtype=dtype, strip_prefix=strip_prefix
+    )
+    place: Any = plan.source if isinstance(source, CheckpointView) else source
+    # Why resolved: a folder can't be renamed to a symbolic link.
+    path, names = Path(os.path.realpath(target)), _key_map(strip_prefix, plan.left_out)
+    choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
+    choice["key_map"] = names
+    with reporting(progress, "exporting", plan.target) as meter, still_there(view):
+        # Why: it may have been replaced long before.
+        _check_stands(view)
+        if format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
+            copy(view, path, progress=meter)
+            if not (path / ".metadata").exists():
+                write_metadata(path)
+        elif format == "dcp":
+            _rewrite(view, place, path, choice, meter=meter)
+        else:
+            with _temporary_directory(path) as temporary:
+                made = temporary
+                if format == "torch":
+                    made = temporary / path.name
+                    dcp_to_torch_save(place, made, **choice, progress=meter)
+                else:
+                    file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
+                    choice |= {"file_bytes": file_bytes, "progress": meter}
+                    dcp_to_safetensors(place, temporary, **choice)
+                if format == "safetensors":
+                    (made,) = temporary.glob("*.safetensors")
+                _check_stands(view)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish(os.fspath(made), os.fspath(path), create=False, sync=True)
+    return plan
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    target: AnyPlace,
+    *,
+    include: Sequence[str] = (),
+    dtype: str | None = None,
+    weights_only: bool = True,
+    options: SaveOptions | None = None,
+    progress: ShowProgress = False,
+) -> None:
+    """Converts a file or folder of another program to a checkpoint of ray_dcp.
+
+    Args:
+        source: A `torch.save` file, a safetensors file or folder, or a checkpoint of stock DCP.
+        target: Path or URL of the new checkpoint, where no checkpoint may exist.
+        include: Shell patterns of FQNs; everything if empty.
+        dtype: The dtype to cast floating-point tensors to; unchanged if None.
+        weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
+        options: As for `save`.
+        progress: As for `export`.
+
+    Raises:
+        CheckpointNotFoundError: The source does not exist.
+        CheckpointExistsError: The target has files of a checkpoint.
+        InvalidRequestError: Nothing matches, an argument is invalid, the target names a step as
+            `RUN@STEP`, or the source is a step of several items.
+        UnsafeCheckpointError: The file would run code.
+        StorageError: There is not enough space, or a storage failed.
+        CheckpointError: The source can't be read.
+    """
+    check_patterns(include, "include")
+    check_source(source)
+    check_free(open_storage(target))
+    check_no_step(target, "target")
+    source = _plain_path(source)
+    path = Path(source)
+    choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
+    with reporting(progress, "importing", as_target(target).url) as meter:
+        if path.is_file() and not is_safetensors(path):
+            from ray_dcp.transform.conversion import torch_save_to_dcp
+
+            check_space(target, path.stat().st_size)
+            choice |= {"weights_only": weights_only, "options": options}
+            torch_save_to_dcp(path, target, **choice, progress=meter)
+        elif path.is_file():
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
+                try:
+                    _rewrite(read_view(folder), folder, target, choice, options, meter=meter)
+                except CheckpointError as error:
+                    if error.checkpoint_id == folder:
+                        error.checkpoint_id = os.fspath(source)
+                    raise
+        else:
+            view = read_view(source)
+            _check_one_state(view)
+            _rewrite(view, source, target, choice, options, meter=meter)
+
+
+def copy(
+    source: AnyPlace | CheckpointView, target: AnyPlace, *, progress: ShowProgress = False
+) -> CheckpointView:
+    """Copies a checkpoint, or a step with its items, to another place; returns a view of the copy.
+
+    The copy appears when all of it is durable; an interrupted copy is removed. Like a save, a copy
+    is an attempt with an id of its own: if several write to a place at the same time, one commits
+    and the others fail.
+
+    Args:
+        source: Path, URL or view of any checkpoint.
+        target: Path or URL, where no files of a checkpoint may exist. A place from which `delete`
+            removed a checkpoint is fine.
+        progress: As for `export`.
+
+    Raises:
+        CheckpointExistsError: The target has files of a checkpoint, or another process wrote one
+            there in the meantime.
+        InvalidRequestError: The target names a step as `RUN@STEP`.
+        CommitUnknownError: The storage did not report whether the copy was committed.
+        DamagedCheckpointError: A file is missing or has another length.
+        StorageError: There is not enough space, or a storage failed.
+
+    Examples:
+        >>> import ray_dcp, torch
+        >>> _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://doc-copy/a")
+        >>> view = ray_dcp.copy("memory://doc-copy/a", "memory://doc-copy/b")
+        >>> view["w"][...].tolist(), view.verify().ok
+        ([1.0, 1.0], True)
+    """
+    view = source if isinstance(source, CheckpointView) else read_view(source)
+    with still_there(view):
+        plan = plan_copy(view.storage, view.checkpoint)
+        check_space(target, plan.num_bytes)
+        check_no_step(target, "target")
+        place = target_of(target, None)
+        with reporting(progress, "copying", place.url) as meter:
+            meter.expect(sum(num_bytes for _, num_bytes in plan.files))
+            with _items_copied(view, place, meter):
+                copy_checkpoint(view.storage, plan, place, meter=meter)
+    return read_view(target)
+
+
+def _check_stands(view: CheckpointView) -> None:
+    """Checks that a view's checkpoint is still that of its place.
+
+    Conversions open the place again, and make sure that all their loads read one checkpoint. If
+    that of the view stands after a conversion, the conversion has read it.
+
+    Raises:
+        CheckpointError: It was replaced or deleted.
+    """
+    if (reason := what_became_of(view.storage, view.checkpoint)) is not None:
+        raise reason
+
+
+@contextmanager
+def still_there(view: CheckpointView) -> Iterator[None]:
+    """Turns an error of damage into a better one if the checkpoint was deleted or replaced.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint was deleted while it was read.
+        StorageError: The checkpoint was replaced while it was read.
+        DamagedCheckpointError: The checkpoint is damaged.
+    """
+    try:
+        yield
+    except (DamagedCheckpointError, KeyMissingError) as error:
+        became = what_became_of(view.storage, view.checkpoint)
+        if became is None:
+            raise
+        raise became from error
+
+
+def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
+    """Returns the size in bytes of a checkpoint and its items if the target has a copy, else None.
+
+    Raises:
+        StorageError: A storage failed.
+        CheckpointError: As for `copy`.
+    """
+    with still_there(view):
+        if not is_copied(view.storage, view.checkpoint, open_storage(target)):
+            return None
+        num_bytes = plan_copy(view.storage, view.checkpoint).num_bytes
+        for folder in items_of(view.storage, view.checkpoint):
+            item = read_view(place_below(view.place or view.url, folder))
+            found = copied_bytes(item, place_below(target, folder))
+            if found is None:
+                return None
+            num_bytes += found
+        return num_bytes
+
+
+@contextmanager
+def _items_copied(view: CheckpointView, target: Target, meter: Meter) -> Iterator[None]:
+    """Copies the items of a step before its own record; deletes the copies if that fails."""
+    items = items_of(view.storage, view.checkpoint)
+    if items and view.place is None:
+        raise InvalidRequestError(
+            f"{view.url} is a step of {len(items)} items, and this view does not know where they "
+            "lie; give copy the path of the step"
+        )
+    if items:
+        check_free(open_storage(target))
+    copied: list[CheckpointView] = []
+    try:
+        for folder in items:
+            below = place_below(target, folder)
+            item = read_view(place_below(view.place or "", folder))
+            # Why: an earlier copy, killed before it committed the step, may have left this item.
+            if not is_copied(item.storage, item.checkpoint, open_storage(below)):
+                copied.append(copy(item, below, progress=meter))
+        yield
+    except CommitUnknownError:
+        raise  # the step may be there by now, or appear
+    except BaseException:
+        for one in copied:
+            # Why suppressed: the caller needs the first error.
+            with suppress(CheckpointError):
+                delete(one.place or one.url, expected=one.attempt)
+        raise
+
+
+def check_space(target: AnyPlace, num_bytes: int) -> None:
+    """Checks that a local target has `num_bytes` of free space; skips remote ones.
+
+    Raises:
+        StorageError: It does not.
+    """
+    storage = open_storage(target)
+    if isinstance(storage, LocalStorage):
+        _check_free_bytes(Path(storage.url), num_bytes)
+
+
+def _check_free_bytes(path: Path, num_bytes: int) -> None:
+    there = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+    try:
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise StorageError(f"the free space in {there} can't be read: {error}") from error
+    if num_bytes > free:
+        raise StorageError(
+            f"expected {size_text(num_bytes)} of space in {there}, but {size_text(free)} are free; "
+            f"nothing was written. Free some, choose another disk, or less by include or dtype",
+            key=str(path),
+        )
+
+
+def _check_target(plan: ExportPlan) -> None:
+    if "://" in checked_url(plan.target):
+        raise InvalidRequestError(
+            f"expected a path on this machine, but found {plan.target!r}: export there, and copy "
+            f"the result; or copy the checkpoint as it is",
+            key="target",
+        )
+    check_no_step(plan.target, "target")
+    path = Path(plan.target)
+    if plan.format in ("safetensors", "torch"):
+        if path.is_dir() or path.is_symlink() or path.exists():
+            raise InvalidRequestError(
+                f"expected the name of a new {plan.format} file, but {path} is "
+                f"{'a directory' if path.is_dir() else 'there already: delete it first'}",
+                key="target",
+            )
+        if not path.parent.is_dir():
+            raise InvalidRequestError(
+                f"expected a file in a directory that exists, but {path.parent} is none",
+                key="target",
+            )
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidRequestError(
+            f"expected a new or empty directory for {plan.format}, but {path} is neither",
+            key="target",
+        )
+    elif plan.format == "hf" and path.exists() and path.samefile(Path.cwd()):
+        # Why: the export takes its place as a whole.
+        raise InvalidRequestError(
+            f"expected a folder other than the current one for hf, found {plan.target!r}; name a "
+            f"new one in it",
+            key="target",
+        )
+    _check_free_bytes(path, plan.disk_bytes)
+
+
+def _key_map(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
+    """Returns a key map that removes a prefix from names and drops those that are left out."""
+    if not prefix and not left_out:
+        return None
+    objects = frozenset(left_out)
+    return lambda name: None if name in objects else name.removeprefix(prefix) or name
+
+
+def _check_one_state(view: CheckpointView) -> None:
+    """Raises for a step of several items, whose own checkpoint has only their names."""
+    if items := items_of(view.storage, view.checkpoint):
+        raise InvalidRequestError(
+            f"expected a checkpoint of one state as source, but {view.url} has the items "
+            f"{', '.join(items)}, each a folder in it: take these one by one",
+            key="source",
+        )
+
+
+def _is_copy(
+    view: CheckpointView, include: Sequence[str], dtype: str | None, strip_prefix: str
+) -> bool:
+    """Returns whether stock DCP can read the files unchanged, so that an export only copies."""
+    return view.kind in ("native", "stock") and not (include or dtype or strip_prefix)
+
+
+def _rewrite(
+    view: CheckpointView,
+    source: AnyPlace,
+    target: AnyPlace,
+    choice: Mapping[str, Any],
+    options: SaveOptions | None = None,
+    *,
+    meter: Meter,
+) -> None:
+    """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
+    from ray_dcp.transform.conversion import dcp_to_torch_save, torch_save_to_dcp
+
+    storage = open_storage(target)
+    local = isinstance(storage, LocalStorage)
+    total = sum(info.num_bytes for info in view.tensors.values())
+    check_space(target, 2 * total if local else 0)
+    parent = Path(storage.url).parent if local else Path(tempfile.gettempdir())
+    parent = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".ray-dcp-", dir=parent) as folder:
+        _check_free_bytes(Path(folder), total)
+        made = Path(folder, "state.pt")
+        # What is written: the load expects what is read.
+        patterns = choice["include"]
+        meter.expect(
+            sum(
+                info.num_bytes
+                for name, info in view.tensors.items()
+                if not patterns or any(fnmatchcase(name, one) for one in patterns)
+            )
+        )
+        dcp_to_torch_save(source, made, **choice, progress=meter)
+        _check_stands(view)
+        torch_save_to_dcp(made, target, weights_only=True, options=options, progress=meter)
+
+
+@contextmanager
+def _temporary_directory(path: Path) -> Iterator[Path]:
+    """Yields a new directory next to a path, and deletes it afterwards unless it was moved."""
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    temporary = Path(tempfile.mkdtemp(prefix=".ray-dcp-", dir=parent))
+    temporary.chmod(0o755)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def float_dtype(dtype: str | None) -> str | None:
+    """Returns the full name of a floating-point dtype.
+
+    Raises:
+        InvalidRequestError: It is none.
+    """
+    if dtype is None:
+        return None
+    name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else ""
+    if name not in _FLOATS:
+        raise InvalidRequestError(
+            f"dtype must be one of {', '.join((*_FLOATS, *_ALIASES))}, but is {dtype!r}",
+            key="dtype",
+        )
+    return name
+
+
+def _torch_dtype(dtype: str | None) -> Any:
+    name = float_dtype(dtype)
+    if name is None:
+        return None
+    from ray_dcp.torch_adapter.tensors import dtype_of
+
+    return dtype_of(name)
+
+
+def _plain_path(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Returns the path of a `file://` URL; anything else as it is."""
+    scheme, rest = split_url(os.fspath(source))
+    return rest if scheme in ("file", "local") else source
+
+
+def check_source(source: str | os.PathLike[str]) -> None:
+    """Checks that the source of an import exists and is of a known kind.
+
+    Raises:
+        CheckpointNotFoundError: The source does not exist.
+        InvalidRequestError: The source is a file of another kind.
+    """
+    path = Path(_plain_path(checked_url(source)))
+    if not path.exists() and "://" not in os.fspath(_plain_path(source)):
+        raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")
+    if path.is_file() and not is_safetensors(path):
+        with path.open("rb") as file:
+            begin = file.read(2)
+        # A zip archive, or the pickle that torch wrote before version 1.6.
+        if begin not in (b"PK", b"\x80\x02"):
+            raise InvalidRequestError(
+                f"expected a file of torch.save or safetensors, or a folder of one, but {source} "
+                f"is another kind of file",
+                key="source",
+            )
