@@ -41,7 +41,6 @@ from ray_dcp.asynchronous import SaveHandle as SaveHandle
 from ray_dcp.asynchronous import SaveProgress as SaveProgress
 from ray_dcp.asynchronous import SaveReport as SaveReport
 from ray_dcp.asynchronous import async_save as async_save
-from ray_dcp.coordinator.tasks import outcome as outcome
 from ray_dcp.core import __version__ as __version__
 from ray_dcp.errors import *
 from ray_dcp.fsspec_filesystem import FsspecReader as FsspecReader
@@ -56,6 +55,7 @@ from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
 from ray_dcp.options import LoadOptions as LoadOptions
 from ray_dcp.options import SaveOptions as SaveOptions
 from ray_dcp.place.garbage_collection import collect as collect
+from ray_dcp.place.outcome import outcome as outcome
 from ray_dcp.place.standing import CollectReport as CollectReport
 from ray_dcp.place.standing import write_metadata as write_metadata
 from ray_dcp.place.step_deletion import delete as delete

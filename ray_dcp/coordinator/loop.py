@@ -31,9 +31,10 @@ from ray_dcp.commit_protocol.messages import (
     Request,
 )
 from ray_dcp.coordinator.metrics import Performer, Tracing
-from ray_dcp.coordinator.tasks import new_attempt, perform
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.processes import begin, start_thread
 from ray_dcp.errors import CheckpointError, InternalError, LimitError, ParticipantError
+from ray_dcp.place.attempt_id import new_attempt
 
 SILENCE_LOOK_S = 1.0
 """Interval at which silent ranks are looked for, in seconds."""

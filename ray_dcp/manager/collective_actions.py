@@ -33,7 +33,7 @@ from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, R
 from ray_dcp.commit_protocol.error_aggregation import exchanged
 from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request, Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
-from ray_dcp.coordinator.tasks import outcome, perform, settle
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -63,6 +63,7 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.root_writer import StepTarget, Writer
 from ray_dcp.manager.settings import Item, Settings, states_of
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.place.outcome import outcome, settle
 from ray_dcp.rank.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.rank.rank_save import decided_on_rank_0, result_or_error
 from ray_dcp.saving import check_options, run_save

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ray_dcp.coordinator.tasks import new_attempt
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -77,6 +76,7 @@ from ray_dcp.manager.policies import (
     superfluous,
 )
 from ray_dcp.manager.settings import ITEM, Settings
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.garbage_collection import collect, delete
 from ray_dcp.place.step_deletion import (
     Protection,

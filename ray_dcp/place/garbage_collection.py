@@ -27,12 +27,13 @@ from ray_dcp.commit_protocol.vote import (
     sweep,
     verdicts,
 )
-from ray_dcp.coordinator.tasks import Opener, decide, new_attempt, settle
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.io.records import ended
+from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.place.outcome import settle
 from ray_dcp.place.standing import (
     CollectReport,
     Listing,
@@ -46,6 +47,7 @@ from ray_dcp.place.standing import (
     withdraw,
     without_stock_files,
 )
+from ray_dcp.place.voting import Opener, decide
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import is_full

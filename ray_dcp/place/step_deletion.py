@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.coordinator.tasks import Opener, new_attempt
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import (
     READING,
@@ -28,7 +27,9 @@ from ray_dcp.format.step_info import info_slot, metrics_of
 from ray_dcp.io.lease_holders import UNREADABLE, read_holder, this_process
 from ray_dcp.io.records import Announced, check_announced, fence, freeing
 from ray_dcp.place import garbage_collection
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.standing import CollectReport, target_of
+from ray_dcp.place.voting import Opener
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there

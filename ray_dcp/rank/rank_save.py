@@ -42,7 +42,6 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.commit_protocol.plan_cache import PlanMemory, Remembered
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
-from ray_dcp.coordinator.tasks import check_visible, settle
 from ray_dcp.core.checksums import block_bytes_for, num_blocks
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
@@ -60,7 +59,9 @@ from ray_dcp.events import contained
 from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.writer import Deferred, PieceSource, Source, part_key, write_part
 from ray_dcp.options import SaveOptions
+from ray_dcp.place.outcome import settle
 from ray_dcp.place.standing import republish
+from ray_dcp.place.visibility import check_visible
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.rank.unchanged import RunHistory

@@ -56,7 +56,6 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.loop import CoordinatorLoop, LoopThread
 from ray_dcp.coordinator.metrics import Performer
-from ray_dcp.coordinator.tasks import new_attempt
 from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock, wait_any
 from ray_dcp.errors import (
     CheckpointError,
@@ -68,6 +67,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.rank.unchanged import RunHistory
 from ray_dcp.session.heartbeat import HeartbeatSender
 from ray_dcp.session.rank_progress import RankProgress

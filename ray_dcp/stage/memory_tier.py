@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ray_dcp.coordinator.tasks import outcome
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import CheckpointError
+from ray_dcp.place.outcome import outcome
 from ray_dcp.session.session import NAMESPACE, stager_name
 from ray_dcp.stage.memory import WindowBytes, runs_of
 from ray_dcp.stage.orders import InFlight, StagedWindow

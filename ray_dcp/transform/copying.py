@@ -19,13 +19,6 @@ from ray_dcp.commit_protocol.commands import RecordsRead
 from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, undecided
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won, owner_of
-from ray_dcp.coordinator.tasks import (
-    check_complete,
-    decide,
-    explaining_removal,
-    new_attempt,
-    settle,
-)
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.processes import Stop, collector_paused, run_tasks
 from ray_dcp.errors import (
@@ -40,7 +33,11 @@ from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
 from ray_dcp.format.step_info import info_key, info_slot
 from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
+from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.place.outcome import settle
 from ray_dcp.place.standing import publish, read_standing, standing_records, without_stock_files
+from ray_dcp.place.visibility import check_complete, explaining_removal
+from ray_dcp.place.voting import decide
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
 from ray_dcp.view.progress import Meter, uncounted

@@ -38,10 +38,11 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.gatherer import BatchWindow, group_of
-from ray_dcp.coordinator.tasks import new_attempt, perform
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
 from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.options import SaveOptions
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.store.storage import MemoryStorage
 from tests.support.world import Batch, Shell, join_save
 

@@ -18,6 +18,7 @@ from unittest import mock
 from ray_dcp.coordinator import tasks
 from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.io import checkpoint
+from ray_dcp.place import voting
 from ray_dcp.store.storage import Storage
 from tests.crash.registry import directory_of
 from tests.support.storages import Call, CrashError, Effect, Fault, Script
@@ -36,6 +37,7 @@ def one_call_at_a_time() -> Iterator[None]:
     with (
         mock.patch.object(checkpoint, "at_once", in_turn),
         mock.patch.object(tasks, "at_once", in_turn),
+        mock.patch.object(voting, "at_once", in_turn),
     ):
         yield
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint.state_dict_loader as stock
 
-from ray_dcp.coordinator.tasks import outcome
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import Manifest, record_key
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY, read_checkpoint
 from ray_dcp.io.records import read_slots
+from ray_dcp.place.outcome import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, MemoryStorage, Storage
 from ray_dcp.view.run_listing import list_checkpoints

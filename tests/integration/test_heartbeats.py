@@ -15,7 +15,6 @@ import pytest
 import ray
 
 from ray_dcp.commit_protocol.messages import SaveOutcome, Target
-from ray_dcp.coordinator.tasks import outcome
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -23,6 +22,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import SaveOptions
+from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.activity import Activity
 from ray_dcp.session.ray_session import RaySession

@@ -21,7 +21,7 @@ from ray_dcp import SaveOptions
 from ray_dcp.commit_protocol.commands import Failed, MakePlan, Planned, RowsMissing
 from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.commit_protocol.plan_cache import PlanCache, Planning
-from ray_dcp.coordinator import tasks
+from ray_dcp.coordinator import plan as coordinator_plan
 from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.core.values import Columns
@@ -388,7 +388,7 @@ def test_any_job_has_the_plan_of_its_rows(stages, places, least_bytes):
     columns = held_by(stages)
     nodes = node_numbers([f"node {place}" for place in (places * len(columns))[: len(columns)]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "MIN_WRITER_BYTES", least_bytes)
+        patch.setattr(coordinator_plan, "MIN_WRITER_BYTES", least_bytes)
         found, asked = planned_of(columns, nodes)
     event(f"asked: {asked}")
     check(found, outcome(columns, nodes, least_bytes))

@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import OpKey
-from ray_dcp.coordinator.tasks import outcome
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,6 +28,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import Manifest, deciding, decode_record, slot_of
 from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.place.outcome import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import MemoryStorage
 from ray_dcp.view.verify import verify

@@ -19,7 +19,8 @@ from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
 from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
-from ray_dcp.coordinator.tasks import new_attempt, perform
+from ray_dcp.coordinator.tasks import perform
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.rank.unchanged import RunHistory
 from tests.support.world import Shell

@@ -51,7 +51,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.gatherer import BatchWindow, is_gathered
 from ray_dcp.coordinator.metrics import Performer
-from ray_dcp.coordinator.tasks import new_attempt, perform
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -60,6 +60,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.rank.rank_load import LoadResult, RankLoad
 from ray_dcp.rank.rank_save import Captured, RankSave
 from ray_dcp.store.opening import open_storage

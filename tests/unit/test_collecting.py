@@ -24,7 +24,7 @@ from ray_dcp.commit_protocol.vote import (
     verdicts,
     was_committed,
 )
-from ray_dcp.coordinator.tasks import outcome, perform, settle
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.format.manifest import (
     AbortRecord,
     DeleteRecord,
@@ -38,6 +38,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.io.checkpoint import find_checkpoint, newest_record
 from ray_dcp.io.records import read_slots
 from ray_dcp.place.garbage_collection import collect, delete
+from ray_dcp.place.outcome import outcome, settle
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits

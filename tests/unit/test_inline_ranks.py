@@ -26,7 +26,7 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.gatherer import BatchWindow, group_of
-from ray_dcp.coordinator.tasks import outcome, perform
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.checksums import digest, digest_bytes
 from ray_dcp.errors import (
     CheckpointError,
@@ -43,6 +43,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.place.outcome import outcome
 from ray_dcp.place.standing import standing_records
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.activity import Activity

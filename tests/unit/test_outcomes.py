@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ray_dcp
 from ray_dcp.commit_protocol import commands, messages
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.coordinator.tasks import new_attempt, outcome, perform
+from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.processes import wait_any
 from ray_dcp.errors import (
     CheckpointExistsError,
@@ -37,6 +37,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, record_key
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.activity import Activity
 from ray_dcp.session.rank_progress import RankProgress, WatchedStorage

@@ -18,12 +18,12 @@ import torch
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.asynchronous import run_async_save
-from ray_dcp.coordinator.tasks import settle
 from ray_dcp.integrations import ray_train, save_requests
 from ray_dcp.integrations.ray_train import RunFacts, parse, target_of_run
 from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, SaveRequests, ask_all
 from ray_dcp.manager import BestN, LatestN, collective_actions
 from ray_dcp.options import SaveOptions
+from ray_dcp.place.outcome import settle
 from ray_dcp.session.session import InlineSession
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.train import Checkpointer, SaveBeforeResize
