@@ -55,10 +55,10 @@ from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
 from ray_dcp.options import LoadOptions as LoadOptions
 from ray_dcp.options import SaveOptions as SaveOptions
 from ray_dcp.place.garbage_collection import collect as collect
+from ray_dcp.place.listing import CollectReport as CollectReport
 from ray_dcp.place.outcome import outcome as outcome
-from ray_dcp.place.standing import CollectReport as CollectReport
-from ray_dcp.place.standing import write_metadata as write_metadata
 from ray_dcp.place.step_deletion import delete as delete
+from ray_dcp.place.stock_metadata import write_metadata as write_metadata
 from ray_dcp.protocol import CheckpointableTensor as CheckpointableTensor
 from ray_dcp.saving import save as save
 from ray_dcp.saving import save_state_dict as save_state_dict

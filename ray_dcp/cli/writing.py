@@ -81,7 +81,7 @@ from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, few, size_text
 
 if TYPE_CHECKING:
-    from ray_dcp.place.standing import CollectReport
+    from ray_dcp.place.listing import CollectReport
 
 _MOST_TRIES = 20
 """How often the copy of a step is retried if the step is replaced meanwhile."""
@@ -737,7 +737,7 @@ def metadata(path: str, dry_run: bool) -> None:
     Use it for a checkpoint that was saved with SaveOptions(stock_metadata=False), or copied without
     its dot file.
     """
-    from ray_dcp.place.standing import write_metadata
+    from ray_dcp.place.stock_metadata import write_metadata
     from ray_dcp.view.checkpoint_view import read_view
 
     path, place, _ = address_of(path)

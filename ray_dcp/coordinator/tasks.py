@@ -35,12 +35,9 @@ from ray_dcp.errors import (
     CheckpointError,
 )
 from ray_dcp.io.checkpoint import find_checkpoint
-from ray_dcp.place.standing import (
-    publish,
-    read_standing,
-    republish,
-    without_stock_files,
-)
+from ray_dcp.place.standing import read_standing
+from ray_dcp.place.stock_files import without_stock_files
+from ray_dcp.place.stock_metadata import publish, republish
 from ray_dcp.place.visibility import check_complete
 from ray_dcp.place.voting import Opener, perform_on_records, result_of
 from ray_dcp.planning.reads import Ranges, ReadShares, share_reads

@@ -30,8 +30,8 @@ from ray_dcp.format.names import is_unicode
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.root_writer import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.place.standing import target_of
 from ray_dcp.saving import save
+from ray_dcp.store.opening import target_of
 from ray_dcp.torch_adapter.flatten import LARGEST_KEY
 from ray_dcp.torch_adapter.state import owner_names
 from ray_dcp.transform.conversion import read_state_dict

@@ -52,9 +52,9 @@ from ray_dcp.manager.settings import (
 )
 from ray_dcp.manager.step_export import StepExport, StepExporter
 from ray_dcp.options import LoadOptions, plain_integer
-from ray_dcp.place.standing import target_of
 from ray_dcp.rank.rank_load import StepRange
 from ray_dcp.saving import session_for
+from ray_dcp.store.opening import target_of
 from ray_dcp.view.progress import ShowProgress
 
 logger = logging.getLogger(__name__)

@@ -33,23 +33,21 @@ from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.io.records import ended
 from ray_dcp.place.attempt_id import new_attempt
-from ray_dcp.place.outcome import settle
-from ray_dcp.place.standing import (
+from ray_dcp.place.listing import (
     CollectReport,
     Listing,
     check_ours,
     look_at,
     named_by_metadata,
     remove,
-    republish,
-    standing_records,
-    target_of,
-    withdraw,
-    without_stock_files,
 )
+from ray_dcp.place.outcome import settle
+from ray_dcp.place.records import standing_records
+from ray_dcp.place.stock_files import without_stock_files
+from ray_dcp.place.stock_metadata import republish, withdraw
 from ray_dcp.place.voting import Opener, decide
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.opening import open_storage, target_of
 from ray_dcp.store.storage import is_full
 
 COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"

@@ -22,10 +22,7 @@ from ray_dcp.format.manifest import (
     record_key,
 )
 from ray_dcp.io.records import read_slots
-from ray_dcp.place.standing import (
-    confirm_record,
-    decision_of,
-)
+from ray_dcp.place.records import confirm_record, decision_of
 from ray_dcp.place.voting import Opener, decide
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage

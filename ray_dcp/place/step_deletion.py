@@ -28,10 +28,10 @@ from ray_dcp.io.lease_holders import UNREADABLE, read_holder, this_process
 from ray_dcp.io.records import Announced, check_announced, fence, freeing
 from ray_dcp.place import garbage_collection
 from ray_dcp.place.attempt_id import new_attempt
-from ray_dcp.place.standing import CollectReport, target_of
+from ray_dcp.place.listing import CollectReport
 from ray_dcp.place.voting import Opener
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.store.opening import open_storage, place_below, target_of
 from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.run_listing import step_of
 

@@ -10,9 +10,7 @@ from ray_dcp.errors import (
     CheckpointExistsError,
     StorageError,
 )
-from ray_dcp.place.standing import (
-    standing_records,
-)
+from ray_dcp.place.records import standing_records
 from ray_dcp.store.storage import KeyMissingError, Storage, threads_for
 
 MOST_NAMED = 20

@@ -36,12 +36,8 @@ from ray_dcp.format.manifest import (
     record_key,
 )
 from ray_dcp.io.records import read_slots, used_slots
-from ray_dcp.place.standing import (
-    confirm_record,
-    decision_of,
-    overtaken,
-    republish,
-)
+from ray_dcp.place.records import confirm_record, decision_of, overtaken
+from ray_dcp.place.stock_metadata import republish
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 
 Opener = Callable[[Target], Storage]

@@ -60,7 +60,7 @@ from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.writer import Deferred, PieceSource, Source, part_key, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.outcome import settle
-from ray_dcp.place.standing import republish
+from ray_dcp.place.stock_metadata import republish
 from ray_dcp.place.visibility import check_visible
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, without_contents

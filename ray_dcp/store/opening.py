@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -167,3 +168,19 @@ def _in_filesystem(url: str, filesystem: Any) -> Storage:
     from ray_dcp.store.filesystems import FsspecStorage
 
     return FsspecStorage.within(filesystem, url)
+
+
+def target_of(path: AnyPlace, storage_options: Mapping[str, object] | None) -> Target:
+    """Returns the absolute location of a path.
+
+    Args:
+        path: Path, URL or target.
+        storage_options: More options for the storage.
+
+    Raises:
+        InvalidRequestError: It is not a path or a URL that a storage serves.
+    """
+    options = storage_options or {}
+    place = as_target(path)
+    place = replace(place, storage_options={**place.storage_options, **options})
+    return replace(place, url=open_storage(place).url)  # raises for what is no path

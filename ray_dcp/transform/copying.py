@@ -35,7 +35,10 @@ from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.outcome import settle
-from ray_dcp.place.standing import publish, read_standing, standing_records, without_stock_files
+from ray_dcp.place.records import standing_records
+from ray_dcp.place.standing import read_standing
+from ray_dcp.place.stock_files import without_stock_files
+from ray_dcp.place.stock_metadata import publish
 from ray_dcp.place.visibility import check_complete, explaining_removal
 from ray_dcp.place.voting import decide
 from ray_dcp.store.opening import open_storage

@@ -30,10 +30,10 @@ from ray_dcp.errors import (
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions, check_patterns
 from ray_dcp.place.garbage_collection import delete
-from ray_dcp.place.standing import target_of, write_metadata
+from ray_dcp.place.stock_metadata import write_metadata
 from ray_dcp.store.local import LocalStorage, publish
 from ray_dcp.store.location import AnyPlace, checked_url, split_url
-from ray_dcp.store.opening import as_target, open_storage, place_below
+from ray_dcp.store.opening import as_target, open_storage, place_below, target_of
 from ray_dcp.store.storage import KeyMissingError
 from ray_dcp.transform.copying import check_free, copy_checkpoint, is_copied, plan_copy
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view

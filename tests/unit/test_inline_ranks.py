@@ -44,7 +44,7 @@ from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.outcome import outcome
-from ray_dcp.place.standing import standing_records
+from ray_dcp.place.records import standing_records
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.activity import Activity
 from ray_dcp.session.session import InlineSession
