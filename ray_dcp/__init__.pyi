@@ -54,7 +54,7 @@ from ray_dcp.manager.following import record_metrics as record_metrics
 from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
 from ray_dcp.options import LoadOptions as LoadOptions
 from ray_dcp.options import SaveOptions as SaveOptions
-from ray_dcp.place.garbage_collection import collect as collect
+from ray_dcp.place.collect import collect as collect
 from ray_dcp.place.listing import CollectReport as CollectReport
 from ray_dcp.place.outcome import outcome as outcome
 from ray_dcp.place.step_deletion import delete as delete

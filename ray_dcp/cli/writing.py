@@ -533,7 +533,7 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     Each deletion is atomic: a load finds the checkpoint complete or deleted. Files of other
     programs are kept.
     """
-    from ray_dcp.place.garbage_collection import delete
+    from ray_dcp.place.delete import delete
     from ray_dcp.place.step_deletion import StepDeletion
 
     found = [step_at(step) for step in steps]
@@ -650,7 +650,7 @@ def _without_known(name: str, report: CollectReport, folders: Collection[str]) -
 def _collect(
     steps: Sequence[StepView], *, abort_unfinished: bool, dry_run: bool
 ) -> list[tuple[str, CollectReport]]:
-    from ray_dcp.place.garbage_collection import collect
+    from ray_dcp.place.collect import collect
 
     reports = []
     for step in steps:

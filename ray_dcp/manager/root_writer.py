@@ -77,7 +77,8 @@ from ray_dcp.manager.policies import (
 )
 from ray_dcp.manager.settings import ITEM, Settings
 from ray_dcp.place.attempt_id import new_attempt
-from ray_dcp.place.garbage_collection import collect, delete
+from ray_dcp.place.collect import collect
+from ray_dcp.place.delete import delete
 from ray_dcp.place.step_deletion import (
     Protection,
     check_unprotected,

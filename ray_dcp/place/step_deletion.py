@@ -26,8 +26,8 @@ from ray_dcp.format.names import (
 from ray_dcp.format.step_info import info_slot, metrics_of
 from ray_dcp.io.lease_holders import UNREADABLE, read_holder, this_process
 from ray_dcp.io.records import Announced, check_announced, fence, freeing
-from ray_dcp.place import garbage_collection
 from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.place.delete import delete as delete_place
 from ray_dcp.place.listing import CollectReport
 from ray_dcp.place.voting import Opener
 from ray_dcp.store.location import AnyPlace
@@ -163,16 +163,14 @@ class StepDeletion:
         """Deletes the checkpoint as it was read, unless it is protected or replaced since.
 
         Args:
-            expected: As for `garbage_collection.delete`.
+            expected: As for `place.delete.delete`.
             dry_run: Whether only to report the files to delete.
             check: Raises if the step is protected by what `protection` has then.
 
         Raises:
-            CheckpointError: As `garbage_collection.delete`, or as `check`.
+            CheckpointError: As `place.delete.delete`, or as `check`.
         """
-        delete = partial(
-            garbage_collection.delete, self._place, expected=expected, opener=self._opener
-        )
+        delete = partial(delete_place, self._place, expected=expected, opener=self._opener)
         # Careful: list before the delete. The step may be saved again, with an info of its own.
         storage = self._opener(self._place)
         infos = [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
@@ -286,4 +284,4 @@ def delete(
     check()
     if deletion.is_in_run:
         return deletion.delete(expected, dry_run=dry_run, check=check)
-    return garbage_collection.delete(target, dry_run=dry_run, opener=opener, expected=expected)
+    return delete_place(target, dry_run=dry_run, opener=opener, expected=expected)

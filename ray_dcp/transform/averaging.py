@@ -43,7 +43,7 @@ from ray_dcp.errors import (
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reader import read_item
 from ray_dcp.options import SaveOptions, check_above_0, check_patterns
-from ray_dcp.place.garbage_collection import collect
+from ray_dcp.place.collect import collect
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.session.activity import Account, Activity

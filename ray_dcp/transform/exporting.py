@@ -29,7 +29,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions, check_patterns
-from ray_dcp.place.garbage_collection import delete
+from ray_dcp.place.delete import delete
 from ray_dcp.place.stock_metadata import write_metadata
 from ray_dcp.store.local import LocalStorage, publish
 from ray_dcp.store.location import AnyPlace, checked_url, split_url

@@ -28,7 +28,8 @@ from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestEr
 from ray_dcp.io.checkpoint import newest_record
 from ray_dcp.io.writer import Published, file_layout
 from ray_dcp.options import SaveOptions
-from ray_dcp.place.garbage_collection import collect, delete
+from ray_dcp.place.collect import collect
+from ray_dcp.place.delete import delete
 from ray_dcp.rank.unchanged import RunHistory
 from ray_dcp.store.storage import MemoryStorage, PublishedFile, Storage
 from tests.crash.interruptions import (

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from obstore.store import MemoryStore
 
-from ray_dcp.place.garbage_collection import delete
+from ray_dcp.place.delete import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.storage import MemoryStorage

@@ -42,7 +42,8 @@ from ray_dcp.manager.catalogue import FOLDER, Catalogue, Root, look
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.options import SaveOptions
-from ray_dcp.place.garbage_collection import collect, delete
+from ray_dcp.place.collect import collect
+from ray_dcp.place.delete import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.transform import copying
 from ray_dcp.transform.copying import copy_checkpoint, plan_copy

@@ -37,7 +37,8 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.io.checkpoint import find_checkpoint, newest_record
 from ray_dcp.io.records import read_slots
-from ray_dcp.place.garbage_collection import collect, delete
+from ray_dcp.place.collect import collect
+from ray_dcp.place.delete import delete
 from ray_dcp.place.outcome import outcome, settle
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage

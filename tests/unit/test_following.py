@@ -62,7 +62,7 @@ from ray_dcp.manager.policies import (
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings
 from ray_dcp.options import SaveOptions
-from ray_dcp.place.garbage_collection import delete
+from ray_dcp.place.delete import delete
 from ray_dcp.rank.rank_load import StepRange
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.opening import open_storage

@@ -31,7 +31,8 @@ LAYERS = {
             "options events core",
             "planning format store commit_protocol",
             "torch_adapter io view",
-            "coordinator place rank session stage testing",
+            "place",
+            "coordinator rank session stage testing",
             "saving asynchronous loading data manager transform worker_group",
             "__init__ dcp xla",
             "cli integrations train __main__",
@@ -71,7 +72,7 @@ HOMES = {
             "integrations",
             "cli.demo",
         }
-        | {name for name, layer in LAYERS.items() if layer == 5} - {"transform"}
+        | {name for name, layer in LAYERS.items() if layer == 6} - {"transform"}
         | {"transform.averaging", "transform.conversion", "stage.staging_backend"},
         set(),
     ),

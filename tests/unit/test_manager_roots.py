@@ -39,7 +39,7 @@ from ray_dcp.manager import (
 )
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
 from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease
-from ray_dcp.place.garbage_collection import delete
+from ray_dcp.place.delete import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import KeyMissingError, MemoryStorage
 from tests.crash.registry import NEW, NEXT, OLD, Place

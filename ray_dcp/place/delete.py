@@ -1,25 +1,23 @@
-"""`collect` and `delete`: remove unused files, or a whole checkpoint. No torch, no ray.
+"""`delete` removes a checkpoint, with all files of other attempts. No torch, no ray.
 
 `ray_dcp.delete` is that of `step_deletion`, which asks first what protects a step of a run.
 
-`collect` removes files of attempts that no checkpoint needs. `delete` removes a checkpoint, with
-all files of other attempts. Its order: a delete record, from which on there is no checkpoint;
-`.metadata`; data; chunk tables; older records. A crash in between leaves work for the next delete,
-collect or save, and never an incomplete checkpoint.
+Its order: a delete record, from which on there is no checkpoint; `.metadata`; data; chunk tables;
+older records. A crash in between leaves work for the next delete, collect or save, and never an
+incomplete checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import (
     Decision,
     Fenced,
-    GarbagePlan,
     Open,
     Vote,
     Won,
@@ -33,6 +31,7 @@ from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.io.records import ended
 from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.place.garbage import check_readable, find_dead
 from ray_dcp.place.listing import (
     CollectReport,
     Listing,
@@ -41,126 +40,18 @@ from ray_dcp.place.listing import (
     named_by_metadata,
     remove,
 )
-from ray_dcp.place.outcome import settle
 from ray_dcp.place.records import standing_records
 from ray_dcp.place.stock_files import without_stock_files
-from ray_dcp.place.stock_metadata import republish, withdraw
+from ray_dcp.place.stock_metadata import withdraw
 from ray_dcp.place.voting import Opener, decide
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, target_of
 from ray_dcp.store.storage import is_full
 
-COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
-
-
-def collect(
-    path: AnyPlace,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    abort_unfinished: bool = False,
-    dry_run: bool = False,
-    opener: Opener = open_storage,
-) -> CollectReport:
-    """Deletes the files of attempts at a path that no checkpoint needs.
-
-    A save does this itself after its commit; this function is for interrupted saves that no other
-    save follows. The current checkpoint is kept, and so are attempts that may still be committed.
-
-    Args:
-        path: Path or URL of one checkpoint.
-        storage_options: Options for the storage.
-        abort_unfinished: Whether to end attempts that may still be committed, and to delete their
-            files; right if the jobs that saved here are gone. A running save fails with
-            `SaveCancelledError`.
-        dry_run: Whether only to report the files to delete.
-        opener: Opens the storage.
-
-    Returns:
-        The deleted and the kept files.
-
-    Raises:
-        CheckpointNotFoundError: There are no files.
-        InvalidRequestError: There are no files of ray_dcp.
-        DamagedCheckpointError: A record is damaged, so that the current checkpoint is unknown.
-        StorageError: The storage failed before anything was deleted.
-
-    Examples:
-        >>> from ray_dcp.store.storage import MemoryStorage
-        >>> MemoryStorage("doc-collect").write("__0_0.0123456789abcdef.distcp", b"1234")
-        >>> collect("memory://doc-collect").kept[0].reason
-        'attempt 0123456789abcdef may still be committed'
-        >>> report = collect("memory://doc-collect", abort_unfinished=True)
-        >>> report.deleted, report.fenced
-        (('__0_0.0123456789abcdef.distcp',), ('0123456789abcdef',))
-    """
-    target = target_of(path, storage_options)
-    storage = opener(target)
-    place = look_at(storage)
-    check_ours(place)
-    _check_readable(place, "collected")
-    warnings = [] if dry_run else _publish_metadata(place, target)
-    found = _find_dead(place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run)
-    fenced: tuple[str, ...] = ()
-    if abort_unfinished and dry_run:
-        fenced = _find_dead(place).unfinished
-    elif abort_unfinished and found.unfinished:
-        fenced, refused = _fence(target, found.unfinished, opener)
-        if any(map(is_full, refused)) and _make_room(place):
-            again, refused = _fence(target, set(found.unfinished) - {*fenced}, opener)
-            fenced += again
-        warnings += refused
-        place = look_at(storage)
-        found = _find_dead(place, anonymous=True)
-    report = remove(place, found, dry_run)
-    return replace(report, fenced=fenced, warnings=(*warnings, *report.warnings))
-
-
-def _check_readable(place: Listing, done: str) -> None:
-    for _, error in sorted(place.standing.unreadable.items()):
-        error.message += f". Nothing is {done} before it is clear what stands: move it away"
-        error.checkpoint_id = error.checkpoint_id or place.storage.url
-        raise error
-
-
-def _publish_metadata(place: Listing, target: Target) -> list[str]:
-    """Updates `.metadata` before the names in it are read; returns a warning if that fails."""
-    if place.standing.record is None:
-        return []
-    try:
-        republish(place.storage, target.url)
-    except CheckpointError as error:
-        return [f".metadata could not be brought up to date: {error}"]
-    return []
-
-
-def _find_dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) -> GarbagePlan:
-    return sweep(
-        place.sizes,
-        standing=place.standing.manifest,
-        last_slot=place.previous_slot,
-        dead=place.known,
-        all_dead=all_dead,
-        anonymous=anonymous,
-        named=named_by_metadata(place, place.standing.record),
-    )
-
-
-def _fence(
-    target: Target, attempts: Collection[str], opener: Opener
-) -> tuple[tuple[str, ...], list[str]]:
-    """Fences attempts off; returns those that succeeded, and why others failed."""
-    fenced, refused = [], []
-    for attempt in attempts:
-        match settle(target, attempt, reason=COLLECTED, rank=None, opener=opener):
-            case Fenced():
-                fenced.append(attempt)
-            case Open(error):
-                refused.append(f"the save {attempt} could not be ended: {error}")
-    return tuple(fenced), refused
-
-
 MOST_TRIES = 20
 """Most times that a delete begins again because a save was committed meanwhile."""
+
+
 DELETED_BY_USER = "ray_dcp.delete was called"
 
 
@@ -256,7 +147,7 @@ def _make_room(place: Listing) -> bool:
     """
     manifest = place.standing.manifest
     traces = () if manifest is None else (trace_key(manifest.attempt),)
-    found = _find_dead(place)
+    found = find_dead(place)
     done = remove(place, replace(found, delete=(*traces, *found.delete)), dry_run=False)
     return any(key in place.sizes for key in done.deleted)
 
@@ -292,7 +183,7 @@ def _check_expected(place: Listing, expected: str | None) -> None:
     if expected is None:
         return
     # Why: it may be the commit of another checkpoint, or what ended this deletion.
-    _check_readable(place, "deleted")
+    check_readable(place, "deleted")
     manifest = place.standing.manifest
     found = "" if manifest is None else manifest.attempt
     if found != expected:

@@ -1,0 +1,50 @@
+"""Finds the files at a place that no checkpoint needs."""
+
+from __future__ import annotations
+
+from ray_dcp.commit_protocol.vote import (
+    GarbagePlan,
+    sweep,
+)
+from ray_dcp.place.listing import (
+    Listing,
+    named_by_metadata,
+)
+
+
+def check_readable(place: Listing, done: str) -> None:
+    """Checks that every record above the one that decides can be read.
+
+    Args:
+        place: The listing.
+        done: What would be done otherwise, for the error: "collected".
+
+    Raises:
+        DamagedCheckpointError: One can't be read.
+    """
+    for _, error in sorted(place.standing.unreadable.items()):
+        error.message += f". Nothing is {done} before it is clear what stands: move it away"
+        error.checkpoint_id = error.checkpoint_id or place.storage.url
+        raise error
+
+
+def find_dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) -> GarbagePlan:
+    """Returns the files that no checkpoint needs.
+
+    Args:
+        place: The listing.
+        anonymous: As for `sweep`.
+        all_dead: As for `sweep`.
+
+    Raises:
+        StorageError: `.metadata` can't be read.
+    """
+    return sweep(
+        place.sizes,
+        standing=place.standing.manifest,
+        last_slot=place.previous_slot,
+        dead=place.known,
+        all_dead=all_dead,
+        anonymous=anonymous,
+        named=named_by_metadata(place, place.standing.record),
+    )
