@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -90,12 +91,25 @@ class Programs:
 
     def __init__(self, **env: str) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # an abstract name that the kernel chooses
+            listener.listen()
+            self._name = listener.getsockname()
+            passed = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.programs.forks", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=REPOSITORY,
+                [sys.executable, "-m", "tests.support.programs.forks", *map(str, passed)],
+                pass_fds=passed, stdin=subprocess.DEVNULL, cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             )  # fmt: skip
+
+    def interpreter(self, path: Path) -> str:
+        """Writes an executable file that runs what an interpreter would run, and returns its path.
+
+        For code that starts `sys.executable`. A signal that is sent to it ends it alone.
+        """
+        path.write_text(f"#!{sys.executable} -IS\n{_INTERPRETER.format(name=self._name)}")
+        path.chmod(0o755)
+        return str(path)
 
     def start(self, *line: str, env: Mapping[str, str] | None = None) -> Program:
         """Starts a program whose standard input and output are pipes.
@@ -155,16 +169,35 @@ class Programs:
         self._process.wait(60)
 
 
-def serve(orders: socket.socket) -> list[str] | None:
+_INTERPRETER = """
+import json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
+    ours.connect({name!r})
+    order = {{"line": sys.argv[1:], "env": dict(os.environ)}}
+    socket.send_fds(ours, [json.dumps(order).encode()], [0, 1, 2])
+    ours.recv(99)  # its pid
+    ended = int(ours.recv(99))
+if ended < 0:
+    os.kill(os.getpid(), -ended)
+sys.exit(ended)
+"""
+
+
+def serve(orders: socket.socket, listener: socket.socket) -> list[str] | None:
     """Forks the programs that are asked for; returns the command line in one, None at the end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        text, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 4)
-        if not text:
+        ready, _, _ = select.select([orders, listener], [], [])
+        asked = ready[0] if ready[0] is orders else listener.accept()[0]
+        text, descriptors, _, _ = socket.recv_fds(asked, 1 << 20, 4)
+        if asked is not orders:
+            descriptors.append(asked.detach())
+        elif not text:
             return None
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             orders.close()
+            listener.close()
             return become(json.loads(text), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -220,7 +253,8 @@ if __name__ == "__main__":
         importlib.import_module(name)
     # Else each fork looks through all that when it collects garbage, and copies its pages.
     gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as orders:
-        line = serve(orders)
+    orders, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    with orders, listener:
+        line = serve(orders, listener)
     if line is not None:
         run_line(line)
