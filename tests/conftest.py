@@ -6,9 +6,11 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,6 +20,11 @@ from tests.support.programs.forks import Programs
 # Why: a shell makes those that it starts in the background ignore SIGINT, and so Ctrl-C would do
 # nothing in tests of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Why: what is imported is compiled once, by the first of the many processes that import it; else
+# each of them spends 3 s more on torch and Ray.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Before ray is imported anywhere: 2.60 otherwise writes a token to the home directory, and its
 # memory monitor kills our actors when somebody else fills the machine.
@@ -35,6 +42,12 @@ for name in ("NO_COLOR", "FORCE_COLOR"):
     os.environ.pop(name, None)
 DIRECTORY = tempfile.mkdtemp(prefix="rt", dir="/tmp")
 os.environ["RAY_TMPDIR"] = DIRECTORY
+
+# Why: a disk makes every save durable, which is half of the time of most tests, and more beside
+# others that write. `test_store_local` and tests of many ranks have the disk.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Why: how long an example takes says what else the machine does, and a hang is ended by `timeout`.
 hypothesis.settings.register_profile("any machine", hypothesis.settings.default, deadline=None)
