@@ -7,7 +7,9 @@ import gc
 import mmap
 import os
 import resource
+import tempfile
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,14 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, KeyMissingError
 from ray_dcp.testing import StorageConformance
 from tests.support.processes import open_below
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder of a disk, which does some things otherwise than memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
 
 # --- Writing, reading and deleting ----------------------------------------------------------------
 
