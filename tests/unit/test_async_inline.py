@@ -156,7 +156,7 @@ def test_ctrl_c_before_the_thread_begins_leaves_no_save_behind(how, monkeypatch,
 
     options = SaveOptions(
         staging="call" if how == "stager" else how,
-        **dict.fromkeys(("plan_timeout_s", "write_timeout_s", "commit_timeout_s"), 20),
+        **dict.fromkeys(("plan_timeout_s", "write_timeout_s", "commit_timeout_s"), 150),
     )
     where: dict[str, Any] = {"checkpoint_id": tmp_path / "c", "options": options}
     if how == "stager":
@@ -168,7 +168,7 @@ def test_ctrl_c_before_the_thread_begins_leaves_no_save_behind(how, monkeypatch,
     assert not asynchronous._running
     began_s = time.monotonic()
     ray_dcp.async_save(state_of(2), **where).committed(180)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 100
     assert_is(loaded(tmp_path / "c"), 2)
 
 
