@@ -167,10 +167,16 @@ class SaveProgress:
     """Bytes of this rank's part files written so far; at most `bytes_total`."""
     bytes_total: int
     """Bytes that this rank writes in all; 0 until the save is planned."""
+    waits_for: str = ""
+    """What it waits for while it stages: saves that take the room of this node; else empty."""
 
     def __repr__(self) -> str:
-        written = f"{size_text(self.bytes_written)} of {size_text(self.bytes_total)}"
-        return f"SaveProgress({self.phase}{f', {written}' if self.bytes_total else ''})"
+        told = self.phase
+        if self.bytes_total:
+            told += f", {size_text(self.bytes_written)} of {size_text(self.bytes_total)}"
+        if self.waits_for:
+            told += f", waits for {self.waits_for}"
+        return f"SaveProgress({told})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -488,7 +494,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             failed = Future.exception(self) is not None
             return SaveProgress(*(("failed", written) if failed else ("committed", total)), total)
         phase = "writing" if self.staging_completion.done() else "staging"
-        return SaveProgress(phase, written, total)
+        return SaveProgress(phase, written, total, self._save.progress.awaited)
 
     def report(self) -> SaveReport:
         """Returns the phases, seconds and bytes of this rank so far."""

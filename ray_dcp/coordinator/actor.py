@@ -54,14 +54,17 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
-from ray_dcp.session.ray_calls import Caller
-from ray_dcp.session.session import (
-    MOST_CALLS,
+from ray_dcp.session.names import (
     NAMESPACE,
+    actor_of,
     coordinator_name,
+    epoch_key,
     pulse_name,
+    roster_key,
     staged_plan_name,
 )
+from ray_dcp.session.ray_calls import Caller
+from ray_dcp.session.session import MOST_CALLS
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +138,8 @@ class StagerWatch:
     async def _ask(self, name: str, seen: _Seen) -> None:
         try:
             if seen.handle is None:
-                actor, _, _ = name.partition("#")
                 seen.handle = await asyncio.to_thread(
-                    ray_calls.get_actor, actor, namespace=self._namespace
+                    ray_calls.get_actor, actor_of(name), namespace=self._namespace
                 )
             process = await seen.handle.name.remote()
         except (ActorDiedError, ValueError) as error:
@@ -268,8 +270,6 @@ class StagedPlans:
         """Resumes the saves that an earlier coordinator of this name planned and did not end."""
         prefix = staged_plan_name(self._actor)
         for name in await asyncio.to_thread(ray_calls.names_from, prefix):
-            if not name.removeprefix(prefix).partition(":")[0].isdigit():
-                continue  # of a coordinator whose name begins with this one's
             try:
                 await self._resume(name)
             except (CheckpointError, RayError) as error:
@@ -333,9 +333,10 @@ class StagedPlans:
     async def _ask_stager(
         self, key: OpKey, epoch: int, attempt: str, saved: _Saved, stager: str
     ) -> None:
-        actor, _, _ = stager.partition("#")
         try:
-            handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
+            handle = await asyncio.to_thread(
+                ray_calls.get_actor, actor_of(stager), namespace=self._namespace
+            )
             # Why its name: another process may have replaced the expected one.
             who, found = await asyncio.wait_for(handle.shares.remote(attempt), saved.silent_s)
         except (ActorDiedError, ValueError):
@@ -365,14 +366,14 @@ class Membership:
     """The registered ranks that have neither left nor died. Used in the event loop's thread.
 
     Args:
-        name: Name under which the control store keeps it.
+        key: Key under which the control store keeps it.
 
     Attributes:
         ever: Whether a rank was ever registered, by this process or an earlier one.
     """
 
-    def __init__(self, name: str) -> None:
-        self._key = f"roster:{name}"
+    def __init__(self, key: str) -> None:
+        self._key = key
         kept = json.loads(ray_calls.recall(self._key) or "[]")
         self._members: dict[Member, Caller] = {
             (session, rank): Caller(*caller) for session, rank, caller in kept
@@ -609,12 +610,12 @@ class Coordinator(CoordinatorLoop):
 
     def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
         # Why not in a thread: nothing else runs before the constructor returns.
-        super().__init__(ray_calls.next_epoch(name))
+        super().__init__(ray_calls.next_epoch(epoch_key(name)))
         self._name = name
         self._lease_s = lease_s
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
         self._rendezvous = Rendezvous(lambda: secrets.token_hex(6))
-        self._members = Membership(name)
+        self._members = Membership(roster_key(name))
         self._has_pulse = False
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
         self._stagers = StagerWatch(
@@ -731,10 +732,30 @@ class Coordinator(CoordinatorLoop):
                 self._members.clear()
             idle_s = self._loop.time() - self._last_call_s
             needless = self._members.ever or idle_s >= self._lease_s
-            if not self._members and needless and self._is_idle():
+            if not self._members and needless and self._is_idle() and await self._forgotten():
                 # Why not exit_actor: it waits for the call in which it is made, also when the
                 # actor makes that call to itself. A call that comes just now is repeated.
                 ray_calls.kill(self._self, no_restart=True)
+
+    async def _forgotten(self) -> bool:
+        """Removes what the control store has of this session, which has ended.
+
+        Returns False, and takes it back, if a call has come meanwhile.
+
+        *Why* not without ranks that left or died: then ranks may be idle that never registered, and
+        the next incarnation has to count on.
+        """
+        if not self._members.ever:
+            return True
+        # Suppressed: what is left is overwritten by the next session of this name.
+        with suppress(CheckpointError, RayError):
+            for key in (epoch_key(self._name), roster_key(self._name), pulse_name(self._name)):
+                await asyncio.to_thread(ray_calls.remember, key, "")
+        if not self._members and self._is_idle():
+            return True
+        with suppress(CheckpointError, RayError):
+            await asyncio.to_thread(ray_calls.remember, epoch_key(self._name), str(self.epoch))
+        return False
 
     async def _pause(self) -> None:
         if self._coordination.active:
@@ -763,7 +784,7 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         namespace: Ray namespace of the actor.
         lease_s: See `Coordinator`; applies if the actor is created.
     """
-    name = coordinator_name(session)
+    name = coordinator_name(session, namespace)
     # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.
     actor = ray.remote(Coordinator).options(
         name=name,

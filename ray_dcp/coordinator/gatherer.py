@@ -46,8 +46,9 @@ from ray_dcp.coordinator.loop import Waiting
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
+from ray_dcp.session.names import gatherer_name
 from ray_dcp.session.ray_calls import Caller
-from ray_dcp.session.session import MOST_CALLS, gatherer_name
+from ray_dcp.session.session import MOST_CALLS
 
 LOOK_S = 5.0
 """Interval at which the gatherer checks whether it is needed, in seconds."""
@@ -277,7 +278,7 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
     """
     node_id = ray.get_runtime_context().get_node_id()
     actor = ray.remote(Gatherer).options(
-        name=gatherer_name(coordinator, ranks),
+        name=gatherer_name(coordinator, ranks, namespace),
         namespace=namespace,
         lifetime="detached",
         get_if_exists=True,

@@ -37,10 +37,10 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions, check_above_0, plain_integer
 from ray_dcp.rank.rank_save import result_or_error
+from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.session import (
     JOB_KEY,
     LEASE_S,
-    NAMESPACE,
     Session,
     announce_connect,
     await_keys,

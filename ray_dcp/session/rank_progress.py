@@ -68,6 +68,8 @@ class RankProgress(PhaseClock):
         self._first_seq: int | None = None
         self._last_seq = -1
         self._at: dict[object, str] = {}
+        self.awaited = ""
+        """What this rank waits for; empty while it does not."""
 
     def names(self, key: OpKey) -> None:
         """Records that this call will take part in an operation."""
@@ -120,6 +122,10 @@ class RankProgress(PhaseClock):
             del self._at[mark]
         self.check(key)
 
+    def waits_for(self, what: str) -> None:
+        """Records what this rank waits for; an empty string, that it waits no longer."""
+        self.awaited = what
+
     def check(self, key: str | None = None) -> None:
         """Raises `SaveCancelledError` after `stop`."""
         if self.stop.asked:
@@ -149,13 +155,13 @@ class RankProgress(PhaseClock):
                 done_bytes=self._done_bytes,
                 total_bytes=self._total_bytes,
                 quiet_s=now_s - self._moved_s,
-                key=next(iter([*self._at.values()]), None),
+                key=next(iter([*self._at.values()]), None) or self.awaited or None,
             )
 
     def look(self) -> tuple[str, str, int, int]:
         """Returns what this rank does, the file, and the bytes of the last step that moved some."""
         doing = self.doing
-        file = doing.key if self.is_working else None
+        file = doing.key if self.is_working or self.awaited else None
         moved = (doing.done_bytes, doing.total_bytes) if doing.total_bytes else self._last_moved
         return doing.phase, file or "", *moved
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import inspect
+import json
 import logging
 import os
 import platform
@@ -47,6 +49,7 @@ from ray.exceptions import (
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, OUT_OF_REACH_S
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
 from ray_dcp.stage.node_memory import ObjectStoreFile
+from ray_dcp.store.environment import StorageVariables, is_of_storages
 
 SLICE_S = 0.1
 """Longest time that a waiting thread stays inside Ray, in seconds; `ray.shutdown` may take so much
@@ -355,14 +358,14 @@ def _control_store(what: str, *arguments: Any) -> Any:
     return call(*arguments, namespace=_KV_NAMESPACE)
 
 
-def next_epoch(name: str) -> int:
-    """Returns 1 more than the last call for this name in this cluster returned.
+def next_epoch(key: str) -> int:
+    """Returns 1 more than the last call for this key in this cluster returned.
 
     The number lives in Ray's control store, and survives the calling process. Only one process may
-    call it for a name at a time (the actor of that name).
+    call it for a key at a time.
     """
-    epoch = int(recall(f"epoch:{name}") or 0) + 1
-    remember(f"epoch:{name}", str(epoch))
+    epoch = int(recall(key) or 0) + 1
+    remember(key, str(epoch))
     return epoch
 
 
@@ -392,6 +395,35 @@ def this_caller(pid: int) -> Caller:
     if actor is not None:
         return Caller("actor", actor, pid, platform.node())
     return Caller("job", context.get_job_id(), pid, platform.node())
+
+
+def storage_variables() -> StorageVariables:
+    """Returns what storages of this job read in the environment of this process.
+
+    What the job's runtime environment has and this process has not, as a driver, counts too.
+    """
+    given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    of_storages = {name: text for name, text in given.items() if is_of_storages(name)}
+    return StorageVariables({**of_storages, **StorageVariables.of_this_process().values})
+
+
+def job_of(session: str) -> str:
+    """Returns a name of the job that this process works for, and of the environment that it has.
+
+    Processes with the same name may write for each other: they are of one driver of Ray, or, where
+    each rank is a driver of its own, of one session; and what storages depend on is the same. Keys
+    are in it as a digest only.
+
+    Args:
+        session: Name of the session.
+    """
+    context = ray.get_runtime_context()
+    is_worker = context.get_actor_id() is not None
+    whose = f"job {context.get_job_id()}" if is_worker else f"session {session}"
+    # Why not all variables: frameworks give each rank some of its own, such as its number.
+    others = {name: value for name, value in context.runtime_env.items() if name != "env_vars"}
+    text = json.dumps([others, storage_variables().values], sort_keys=True, default=str)
+    return f"{whose} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def this_connection() -> tuple[str, str] | None:

@@ -28,19 +28,16 @@ from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, 
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
 from ray_dcp.session.heartbeat import HeartbeatSender
+from ray_dcp.session.names import NAMESPACE, coordinator_name, pulse_name, staged_plan_name
 from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.session import (
     LEASE_S,
     MARGIN_S,
-    NAMESPACE,
     Connection,
     Session,
     announce_connect,
-    coordinator_name,
     named_address,
-    pulse_name,
     sessions,
-    staged_plan_name,
 )
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.orders import StagerOptions
@@ -146,14 +143,14 @@ class RayHeartbeatSender(HeartbeatSender):
         session: Name of the session.
         rank: This rank.
         who: Description of the coordinator, for errors.
-        actor: Name from which the coordinator's actor name is derived.
+        coordinator: Actor name of the coordinator.
     """
 
     def __init__(
-        self, reach: Callable[[bool], Any], session: str, rank: int, who: str, actor: str = ""
+        self, reach: Callable[[bool], Any], session: str, rank: int, who: str, coordinator: str = ""
     ) -> None:
         self._reach = reach
-        self._coordinator = coordinator_name(actor)
+        self._coordinator = coordinator
         self._num_restarts: int | None = None
         """Of the coordinator, when it was seen last."""
         self._killed_s, self._killed_restarts = float("-inf"), 0
@@ -306,7 +303,9 @@ class RaySession(Session):
         node, _ = ray_calls.this_connection() or ("", "")
         who = f"the coordinator of session {self._actor!r}"
         super().__init__(name, rank, world_size, who=who, node=node)
-        self._heartbeats = RayHeartbeatSender(self._look_up, name, rank, who, self._actor)
+        self._heartbeats = RayHeartbeatSender(
+            self._look_up, name, rank, who, coordinator_name(self._actor, namespace)
+        )
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._handle: Any = None
@@ -328,6 +327,7 @@ class RaySession(Session):
             if self._staging is None:
                 self._staging = RankStaging(
                     f"{self.name}:{self.rank}",
+                    job=ray_calls.job_of(self._actor),
                     namespace=self.namespace,
                     lease_s=self.lease_s,
                     options=options,

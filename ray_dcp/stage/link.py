@@ -31,13 +31,14 @@ from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import Stop, begin, pid_namespace, wait_all
 from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError, ParticipantError
+from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank.rank_save import Captured
 from ray_dcp.session import ray_calls
+from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.ray_calls import call_actor, check_ray
-from ray_dcp.session.session import LEASE_S, NAMESPACE
+from ray_dcp.session.session import LEASE_S
 from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import (
@@ -61,6 +62,7 @@ from ray_dcp.stage.windows import (
     window_parts,
 )
 from ray_dcp.stage.write_queue import LINGER_S, step_behind
+from ray_dcp.store.environment import StorageVariables
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +218,8 @@ def transfer(
     filler: Filler,
     deferred: Callable[[int], bytes],
     *,
+    variables: StorageVariables | None = None,
+    waits_for: Callable[[str], object] = lambda _: None,
     timeout_s: float,
     stop: Stop | None = None,
 ) -> int:
@@ -228,6 +232,8 @@ def transfer(
         filler: Copies the fixed items; called in this thread. It is waited for as seldom as
             windows are reported, so that a device always has something to copy.
         deferred: Gives a deferred item's bytes.
+        variables: What the storage reads in the environment; by default that of this process.
+        waits_for: See `wait_for_room`.
         timeout_s: How long to wait each time that the stager has no room, in seconds.
         stop: Ends it early, with its error.
 
@@ -237,6 +243,7 @@ def transfer(
         CheckpointError: It refused or gave up, or `filler` or `deferred` failed.
     """
     silence_s = order.options.heartbeat_timeout_s
+    variables = variables or StorageVariables.of_this_process()
 
     def call(method: str, *arguments: Any) -> Any:
         answer = link.call(method, *arguments, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
@@ -257,14 +264,14 @@ def transfer(
         reported, reported_s = window, time.monotonic()
 
     try:
-        num_granted = call("begin", link.stager, order, reporter).num_windows
+        num_granted = call("begin", link.stager, order, reporter, variables).num_windows
         with _WindowObjects(link, order.window_bytes, filler.pin) as objects:
             for window, used_bytes in enumerate(layout.used_bytes.tolist()):
                 while window >= num_granted:
                     # Nothing is written, and so no room made, before the stager knows of it.
                     if reported < window - 1:
                         report("deliver", window - 1)
-                    grant: Grant = call("more", order.key, num_granted)
+                    grant = wait_for_room(order, num_granted, call, timeout_s, waits_for)
                     num_granted = grant.num_windows
                     if grant.missing_bytes:
                         _warn_of_full_store(grant.missing_bytes, order)
@@ -280,6 +287,68 @@ def transfer(
         link.post("cancel", order.key, True)
         raise
     return layout.total_bytes
+
+
+OTHERS_S = 10.0
+"""How long a rank waits for room that saves of other sessions have, in seconds: their storage may
+hang. It stages in its own process then."""
+
+ROOM_LOOK_S = 2.0
+"""How often a rank that waits for room asks who has it, in seconds."""
+
+
+def wait_for_room(
+    order: StageOrder,
+    num_granted: int,
+    call: Callable[..., Any],
+    timeout_s: float,
+    waits_for: Callable[[str], object] = lambda _: None,
+) -> Grant:
+    """Returns when a share has room for more windows.
+
+    Args:
+        order: The share.
+        num_granted: How many windows have had room.
+        call: Calls the stager.
+        timeout_s: How long to wait, in seconds.
+        waits_for: Gets what is waited for while that is so, and an empty string at the end.
+
+    Raises:
+        NoRoomError: Saves of other sessions have had the room for `OTHERS_S`.
+        DeadlineError: There was none within `timeout_s`.
+    """
+    begun_s, is_logged = time.monotonic(), False
+    try:
+        while True:
+            grant: Grant = call("more", order.key, num_granted, min(ROOM_LOOK_S, timeout_s))
+            waited_s = time.monotonic() - begun_s
+            if grant.num_windows > num_granted:
+                return grant
+            text = "; ".join(map(str, grant.holders)) or "another stager that does not answer"
+            waits_for(f"room for staged bytes: {text}")
+            own = order.key.save.session
+            # Why not of its own session: it may as well wait for the storage as go on filling it.
+            if waited_s >= OTHERS_S and all(one.session != own for one in grant.holders):
+                raise NoRoomError(f"the room for staged bytes on this node is taken by {text}")
+            if waited_s >= timeout_s:
+                raise DeadlineError(
+                    f"Expected room for staged bytes within {timeout_s:g} s, but it is taken by "
+                    f"{text}. Look whether that storage answers, or raise write_timeout_s",
+                    rank=order.key.rank,
+                )
+            if waited_s >= LONG_WAIT_S and not is_logged:
+                is_logged = True
+                logger.warning(
+                    "Rank %d has waited %.0f s to stage its save to %s, for room that is taken by "
+                    "%s; it fails after %g s",
+                    order.key.rank,
+                    waited_s,
+                    order.target.url,
+                    text,
+                    timeout_s,
+                )
+    finally:
+        waits_for("")
 
 
 def _warn_of_full_store(missing_bytes: int, order: StageOrder) -> None:
@@ -375,6 +444,7 @@ class RankStaging:
 
     Args:
         name: Of this rank on the node, unique there.
+        job: Whose stager it is; see `ray_calls.job_of`.
         namespace: Ray namespace of the stager.
         lease_s: How long an unused stager stays, in seconds.
         options: How the node stages; those of its first rank count.
@@ -387,6 +457,7 @@ class RankStaging:
         self,
         name: str,
         *,
+        job: str = "",
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
         options: StagerOptions | None = None,
@@ -395,7 +466,7 @@ class RankStaging:
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
         node_id = ray.get_runtime_context().get_node_id()
         self._stager: Callable[[], Any] = lambda: stager_of(
-            node_id, namespace=namespace, lease_s=lease_s, options=options
+            node_id, job=job, namespace=namespace, lease_s=lease_s, options=options
         )
         self._lock = threading.Lock()
         self._link: ActorLink | None = None
@@ -444,6 +515,7 @@ class RankStaging:
         options: SaveOptions,
         published: Published = NOTHING_PUBLISHED,
         reporter: Any = None,
+        waits_for: Callable[[str], object] = lambda _: None,
         stop: Stop | None = None,
     ) -> Staged:
         """Hands all bytes to the stager; when it returns, the state may change.
@@ -459,6 +531,7 @@ class RankStaging:
             options: How; `write_timeout_s` bounds each wait for room.
             published: See `ray_dcp.io.writer.write_pieces`.
             reporter: Handle of the actor that gets the report of each file; see `Stager.begin`.
+            waits_for: See `wait_for_room`.
             stop: Ends it early, with its error: where ranks share a file one waits for the others.
 
         Raises:
@@ -490,6 +563,8 @@ class RankStaging:
                     reporter,
                     filler,
                     deferred.__getitem__,
+                    variables=ray_calls.storage_variables(),
+                    waits_for=waits_for,
                     timeout_s=options.write_timeout_s,
                     stop=stop,
                 )
@@ -596,7 +671,8 @@ class RankStaging:
                 pidfd = os.pidfd_open(place.pid)
         link = ActorLink(handle, place, pidfd)
         caller = ray_calls.this_caller(os.getpid())
-        link.call("enter", self.name, self._process, caller, pid, timeout_s=START_S)
+        variables = ray_calls.storage_variables()
+        link.call("enter", self.name, self._process, caller, pid, variables, timeout_s=START_S)
         return link
 
 

@@ -328,6 +328,24 @@ class WindowBudget(Generic[J]):
         """How many are granted, or not free again yet."""
         return _bytes_of(self._granted) + _bytes_of(self._leaving)
 
+    def limit(self, limit_bytes: int, kept_bytes: int) -> None:
+        """Changes the limit; what is used beyond it stays until it ends.
+
+        Args:
+            limit_bytes: The limit for new windows.
+            kept_bytes: What is only kept goes, until no more than this is granted.
+        """
+        self.limit_bytes = limit_bytes
+        while _bytes_of(self._granted) > kept_bytes and self._give_up_kept():
+            pass
+
+    def granted(self) -> dict[J, int]:
+        """Returns how many bytes each job has room for now."""
+        found: dict[J, int] = {}
+        for room in self._granted:
+            found[room.job] = found.get(room.job, 0) + room.num_bytes
+        return found
+
     def begin(
         self,
         job: J,

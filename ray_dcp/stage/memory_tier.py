@@ -22,10 +22,10 @@ from typing import Any
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import CheckpointError
 from ray_dcp.place.outcome import outcome
-from ray_dcp.session.session import NAMESPACE, stager_name
+from ray_dcp.session.names import NAMESPACE, kept_key, parts_of, stagers_key
 from ray_dcp.stage.memory import WindowBytes, runs_of
 from ray_dcp.stage.orders import InFlight, StagedWindow
-from ray_dcp.stage.windows import Part, TierEntry, TierFile, cut, registered_name
+from ray_dcp.stage.windows import Part, TierEntry, TierFile, cut
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, StorageWrapper
 
@@ -53,7 +53,7 @@ class MemoryTierStorage(StorageWrapper):
         inner: Where everything is.
         attempt: Id of the attempt.
         namespace: Ray namespace of the stagers.
-        here: Handle of this node's stager, or None.
+        here: Handles of this node's stagers.
 
     Attributes:
         bytes_from_memory: How many bytes were taken from there.
@@ -63,7 +63,7 @@ class MemoryTierStorage(StorageWrapper):
     # Why: what is in memory is not read.
     read_ahead = None
 
-    def __init__(self, inner: Storage, attempt: str, namespace: str, here: Any) -> None:
+    def __init__(self, inner: Storage, attempt: str, namespace: str, here: list[Any]) -> None:
         super().__init__(inner)
         self.bytes_from_memory = 0
         self._attempt = attempt
@@ -73,7 +73,7 @@ class MemoryTierStorage(StorageWrapper):
         self._lent: list[_Loan] = []
         self._unasked = True
         # Why first alone: most find all they need here, and Ray's tables take a while to answer.
-        self._ask([here], is_here=True)
+        self._ask(here, is_here=True)
         self.is_empty = not (self._files or self._find_others())
 
     @property
@@ -108,17 +108,16 @@ class MemoryTierStorage(StorageWrapper):
             self._unasked = False
             # Suppressed: Ray's tables do not answer; it comes from storage.
             with suppress(CheckpointError, RayError):
-                others = [_stager(node, self._namespace) for node in self._find_others()]
-                self._ask(others, is_here=False)
+                self._ask(_handles(self._find_others()), is_here=False)
         return self._files.get(key)
 
-    def _find_others(self) -> list[str]:
-        """Returns the other nodes that keep some of it."""
+    def _find_others(self) -> list[tuple[str, str]]:
+        """Returns the stagers of other nodes that keep some of it: actor names and namespaces."""
         from ray_dcp.session import ray_calls
 
-        prefix = registered_name(self._attempt)
-        names = ray_calls.names_from(prefix)
-        return sorted({name[len(prefix) :] for name in names} - {_node_id()})
+        names = ray_calls.names_from(kept_key(self._attempt, namespace=self._namespace))
+        found = [parts_of(name)[-2:] for name in sorted(names)]
+        return [(actor, self._namespace) for node, actor in found if node != _node_id()]
 
     def _ask(self, stagers: list[Any], *, is_here: bool) -> None:
         import ray
@@ -153,7 +152,6 @@ class NodeMemory:
 
     def __init__(self, namespace: str = NAMESPACE) -> None:
         self._namespace = namespace
-        self._own: Any = None
 
     def storage(self, storage: Storage, attempt: str) -> MemoryTierStorage | None:
         """Returns a storage that takes from memory what the nodes keep of an attempt.
@@ -170,7 +168,7 @@ class NodeMemory:
             return None
         # Suppressed: without memory it is loaded from storage.
         with suppress(CheckpointError, ray.exceptions.RayError):
-            found = MemoryTierStorage(storage, attempt, self._namespace, self._own_stager())
+            found = MemoryTierStorage(storage, attempt, self._namespace, self._stagers_here())
             return None if found.is_empty else found
         return None
 
@@ -186,18 +184,23 @@ class NodeMemory:
             stop: Asked to stop.
         """
         ray = _ray()
-        stager = None if ray is None else self._own_stager()
-        if ray is None or stager is None:
+        stagers: list[Any] = []
+        # Suppressed: nobody can say what is staged; what was committed is loaded.
+        with suppress(CheckpointError, *(() if ray is None else (ray.exceptions.RayError,))):
+            stagers = [] if ray is None else self._stagers_here()
+        if ray is None or not stagers:
             return
         from ray_dcp.session import ray_calls
 
         now_s = begin_s = quiet_s = time.monotonic()
         pause_s = 0.02
         while now_s < begin_s + timeout_s and not stop.asked:
-            try:
-                found = ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
-            except ray.exceptions.RayError:
-                return
+            found: list[InFlight] = []
+            for stager in [*stagers]:
+                try:
+                    found += ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
+                except ray.exceptions.RayError:
+                    stagers.remove(stager)
             left = [one for one in found if _is_open(one)]
             now_s = time.monotonic()
             if not all(one.is_written for one in left):
@@ -207,11 +210,13 @@ class NodeMemory:
             threading.Event().wait(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
-    def _own_stager(self) -> Any:
-        """Returns this node's stager, which is looked up once; None when there is none."""
-        if self._own is None:
-            self._own = _stager(_node_id(), self._namespace)
-        return self._own
+    def _stagers_here(self) -> list[Any]:
+        """Returns this node's stagers: those of earlier runs of the job are among them."""
+        from ray_dcp.session import ray_calls
+
+        names = sorted(ray_calls.names_from(stagers_key(_node_id())))
+        found = [(actor, space) for *_, space, actor in map(parts_of, names)]
+        return _handles([one for one in found if one[1] == self._namespace])
 
 
 def memory_of(session: object) -> NodeMemory:
@@ -366,15 +371,18 @@ def _node_id() -> str:
     return found
 
 
-def _stager(node_id: str, namespace: str) -> Any:
+def _handles(actors: Sequence[tuple[str, str]]) -> list[Any]:
+    """Returns the handles of actors that live, by name and namespace."""
     import ray
 
     from ray_dcp.session import ray_calls
 
-    try:
-        return ray_calls.get_actor(stager_name(node_id), namespace=namespace)
-    except (ValueError, CheckpointError, ray.exceptions.RayError):
-        return None
+    found = []
+    for name, namespace in actors:
+        # Suppressed: it has ended.
+        with suppress(ValueError, CheckpointError, ray.exceptions.RayError):
+            found.append(ray_calls.get_actor(name, namespace=namespace))
+    return found
 
 
 def _ray() -> Any:

@@ -97,6 +97,23 @@ class StagedWindow:
 
 
 @dataclass(frozen=True)
+class Holder:
+    """A save that has room on a node which another one waits for."""
+
+    session: str
+    url: str
+    num_bytes: int
+    quiet_s: float
+    """How long ago its bytes last reached the storage, in seconds."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_bytes} bytes of the save to {self.url} of session {self.session}, which "
+            f"last moved {self.quiet_s:.0f} s ago"
+        )
+
+
+@dataclass(frozen=True)
 class Grant:
     """How many of a job's windows have room; more follow when there is some."""
 
@@ -104,6 +121,8 @@ class Grant:
     missing_bytes: int = 0
     """By how much the budget of the node is smaller than what its ranks stage of this save, in
     bytes; told once."""
+    holders: tuple[Holder, ...] = ()
+    """Who has the room, where none came in time."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The stager: one actor per node, which holds what ranks hand over, writes it and reports.
+"""The stager: an actor of one job on one node; it holds what ranks hand over, writes and reports.
+
+It belongs to one job and its environment, as keys, endpoints and modules of a storage come from
+there: two jobs, or two environments, have two stagers. It ends soon after its ranks.
 
 It never pickles or unpickles a value: it gets bytes, and the plan says where they go. Its decisions
 are in `ray_dcp.stage`; the actor is a thin shell. Calls are answered at once, whatever is being
@@ -36,12 +39,20 @@ from ray_dcp.core.processes import pid_namespace
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
+from ray_dcp.session.names import (
+    NAMESPACE,
+    kept_key,
+    parts_of,
+    stager_name,
+    stager_process,
+    stagers_key,
+)
 from ray_dcp.session.ray_calls import Caller, store_bytes
-from ray_dcp.session.session import NAMESPACE, stager_name
 from ray_dcp.stage.memory import runs_of
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
     Grant,
+    Holder,
     InFlight,
     StagedWindow,
     StageKey,
@@ -50,8 +61,9 @@ from ray_dcp.stage.orders import (
     StagerOptions,
     Unknown,
 )
-from ray_dcp.stage.windows import Part, TierEntry, registered_name
+from ray_dcp.stage.windows import Part, TierEntry
 from ray_dcp.stage.write_queue import WriteQueue
+from ray_dcp.store.environment import StorageVariables
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,85 @@ logger = logging.getLogger(__name__)
 STUCK_S = 30.0
 """A writer that is in the storage for so long without a byte counts as stuck, in seconds."""
 
+AFTER_RANKS_S = 10.0
+"""It leaves so long after its last rank, if it has nothing to write or keep, in seconds: ranks of
+the same job that are started anew take longer to start than a stager."""
+
 KEPT_S = 900.0
 """It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
 ranks that are started anew."""
+
+
+PEER_S = 2.0
+"""How long another stager of the node may take to answer, in seconds."""
+
+LOOK_S = 10.0
+"""How often a stager looks for the others of its node, in seconds; a new one tells them at once."""
+
+
+class NodeShare:
+    """What one stager may take of its node's store, beside those of other jobs. Pure.
+
+    Each of n stagers has an n-th of what all may take together, and nobody else gets it. One that
+    had more, as it was alone, gives the rest back when its windows are written: until then the
+    others take only what is left. So together they never take more.
+
+    *Invariant*: a stager takes at most what it answers to the others (`bound_bytes`), or less.
+
+    Args:
+        node_bytes: What all stagers of the node may take together.
+        most_bytes: What this one may take at most.
+
+    Examples:
+        >>> one, other = NodeShare(100, 100), NodeShare(100, 100)
+        >>> other.only(["one"])
+        >>> one.limit_bytes, other.limit_bytes  # not asked yet
+        (100, 0)
+        >>> one.meet(["other"], "one")
+        >>> one.heard("other", other.bound_bytes(0))
+        >>> other.heard("one", one.bound_bytes(70))  # it had been alone, and had 70 by then
+        >>> one.limit_bytes, other.limit_bytes
+        (50, 30)
+        >>> other.heard("one", one.bound_bytes(20))
+        >>> one.limit_bytes, other.limit_bytes
+        (50, 50)
+    """
+
+    def __init__(self, node_bytes: int, most_bytes: int) -> None:
+        self._node_bytes = node_bytes
+        self._most_bytes = most_bytes
+        self._bounds: dict[str, int] = {}
+        """What each other stager takes at most; all there is before it has answered."""
+
+    def meet(self, keys: Collection[str], own_key: str) -> None:
+        """Records that there are other stagers."""
+        for key in keys:
+            if key != own_key:
+                self._bounds.setdefault(key, self._node_bytes)
+
+    def only(self, keys: Collection[str]) -> None:
+        """Records that there are no other stagers than these."""
+        self._bounds = {key: self._bounds.get(key, self._node_bytes) for key in keys}
+
+    def heard(self, key: str, bound_bytes: int) -> None:
+        """Records what another stager takes at most."""
+        if key in self._bounds:
+            self._bounds[key] = bound_bytes
+
+    def bound_bytes(self, used_bytes: int) -> int:
+        """Returns what this one takes at most until it asks the others again."""
+        return max(used_bytes, self.fair_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What it may take now."""
+        left_bytes = self._node_bytes - sum(self._bounds.values())
+        return max(min(self.fair_bytes, left_bytes), 0)
+
+    @property
+    def fair_bytes(self) -> int:
+        """What nobody else gets."""
+        return min(self._most_bytes, self._node_bytes // (1 + len(self._bounds)))
 
 
 @dataclass
@@ -95,9 +183,12 @@ class Stager:
     Args:
         lease_s: It leaves after so many seconds without calls, ranks and work.
         options: How to stage.
+        actor: Name of this actor.
+        namespace: Its Ray namespace.
     """
 
-    def __init__(self, lease_s: float, options: StagerOptions) -> None:
+    def __init__(self, lease_s: float, options: StagerOptions, actor: str, namespace: str) -> None:
+        self._actor, self._namespace = actor, namespace
         self._loop = asyncio.get_running_loop()
         self._self = ray.get_runtime_context().current_actor
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -106,17 +197,27 @@ class Stager:
         self._warmed: dict[str, int] = {}
         """How many bytes of the store each rank has touched or will."""
         self._last_call_s = self._loop.time()
-        share = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
-        self._limit_bytes = min(options.limit_bytes or share, share)
-        window_bytes = options.window_bytes_within(self._limit_bytes)
-        self._queue = WriteQueue(self._limit_bytes, window_bytes, self._report)
+        node_bytes = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
+        most_bytes = min(options.limit_bytes or node_bytes, node_bytes)
+        window_bytes = options.window_bytes_within(most_bytes)
+        self._share = NodeShare(node_bytes, most_bytes)
+        self._queue = WriteQueue(0, window_bytes, self._report)
         self._place = StagingAddress(
-            f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
+            stager_process(actor, f"{os.getpid()}-{secrets.token_hex(6)}"),
             os.getpid(),
             pid_namespace(),
             window_bytes,
         )
         self._registered: set[str] = set()
+        self._had_ranks = False
+        # Why not in a thread: nothing else runs before the constructor returns.
+        self._own_key = stagers_key(self._node_id, actor, namespace)
+        ray_calls.remember(self._own_key, self._place.stager)
+        self._others: dict[str, Any] = {}
+        """The other stagers of this node, by their keys."""
+        self._looked_s = float("-inf")
+        self._find_others()
+        self._queue.limit(self._share.limit_bytes, self._share.fair_bytes)
         self._watching = ray_calls.run_for_ever(self._watch(), self._self, no_restart=True)
 
     async def info(self) -> dict[str, Any]:
@@ -126,7 +227,7 @@ class Stager:
             "stager": self._place.stager,
             "node_id": self._node_id,
             "pid": os.getpid(),
-            "limit_bytes": self._limit_bytes,
+            "limit_bytes": self._share.limit_bytes,
             "used_bytes": self._queue.used_bytes(),
             "ranks": sorted(self._ranks),
             "active": self._queue.num_active(),
@@ -137,7 +238,14 @@ class Stager:
         self._note_call()
         return self._place
 
-    async def enter(self, name: str, process: str, caller: Caller, pid: int | None) -> None:
+    async def enter(
+        self,
+        name: str,
+        process: str,
+        caller: Caller,
+        pid: int | None,
+        variables: StorageVariables,
+    ) -> None:
         """Registers a rank. The stager stays while a registered rank lives, and notices its death.
 
         Args:
@@ -145,8 +253,11 @@ class Stager:
             process: Names its process.
             caller: Who it is for Ray.
             pid: Its process id, if both are in one process namespace.
+            variables: What its storages read in the environment.
         """
         self._note_call()
+        variables.become()
+        self._had_ranks = True
         before = self._ranks.pop(name, None)
         if before is not None:
             self._unwatch(before)
@@ -173,7 +284,7 @@ class Stager:
         """
         self._note_call()
         others = sum(taken for other, taken in self._warmed.items() if other != name)
-        self._warmed[name] = max(min(num_bytes, self._limit_bytes - others), 0)
+        self._warmed[name] = max(min(num_bytes, self._share.limit_bytes - others), 0)
         return self._warmed[name]
 
     async def name(self) -> str:
@@ -181,7 +292,9 @@ class Stager:
         self._note_call()
         return self._place.stager
 
-    async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
+    async def begin(
+        self, stager: str, order: StageOrder, reporter: Any, variables: StorageVariables
+    ) -> Grant | Unknown:
         """Registers an order and grants its first windows. See `WriteQueue.begin`.
 
         Args:
@@ -189,16 +302,52 @@ class Stager:
             order: What is handed over.
             reporter: Handle of the coordinator that gets a report of each file, or None. Its `call`
                 may come twice with the same; it answers `Ack` while the share is needed.
+            variables: What the rank's storages read in the environment now: keys are renewed.
         """
         self._note_call()
         if stager != self._place.stager:
             return Unknown("stager")
+        variables.become()
         return self._queue.begin(order, reporter)
 
-    async def more(self, key: StageKey, have: int) -> Grant | Unknown:
-        """Returns when more windows than `have` are granted. See `WriteQueue.more`."""
+    async def more(self, key: StageKey, have: int, wait_s: float | None = None) -> Grant | Unknown:
+        """Returns when more windows than `have` are granted. See `WriteQueue.more`.
+
+        Args:
+            key: Whose.
+            have: How many it has.
+            wait_s: After that it returns who has the room, in seconds.
+        """
         self._note_call()
-        return await asyncio.wrap_future(self._queue.more(key, have))
+        future = self._queue.more(key, have)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), wait_s)
+        except asyncio.TimeoutError:
+            holders = [*self._queue.holders()]
+            for other in [*self._others.values()]:
+                # Suppressed: it has ended, or is busy; what it holds is not described.
+                with suppress(RayError, asyncio.TimeoutError):
+                    holders += await asyncio.wait_for(other.holders.remote(), PEER_S)
+            return Grant(have, holders=tuple(holders))
+
+    async def holders(self) -> tuple[Holder, ...]:
+        """Returns the saves that have room here now."""
+        return self._queue.holders()
+
+    async def share_node(self, key: str, keys: Collection[str], bound_bytes: int) -> int:
+        """Makes room for another stager of this node; returns the most bytes that this one has.
+
+        Args:
+            key: Of the other one.
+            keys: Of all stagers that it knows.
+            bound_bytes: The most that the other one has.
+        """
+        self._share.meet([key, *keys], self._own_key)
+        if {key, *keys} - {self._own_key, *self._others}:
+            self._looked_s = float("-inf")
+        self._share.heard(key, bound_bytes)
+        self._queue.limit(self._share.limit_bytes, self._share.fair_bytes)
+        return self._share.bound_bytes(self._queue.used_bytes())
 
     async def deliver(self, key: StageKey, refs: dict[int, Any]) -> None:
         """Accepts full windows. See `WriteQueue.deliver`.
@@ -316,9 +465,15 @@ class Stager:
             rank.pidfd = -1
 
     async def _watch(self) -> None:
+        # Suppressed: Ray's tables did not answer; the next stager does it.
+        with suppress(CheckpointError, RayError):
+            await asyncio.to_thread(self._forget_lost_nodes)
         while True:
+            # Suppressed: Ray's tables did not answer; the share stays as it is.
+            with suppress(CheckpointError, RayError):
+                await self._share_with_others()
             await asyncio.sleep(min(1.0, self._lease_s / 4))
-            metrics.staging_memory(self._queue.used_bytes(), self._limit_bytes)
+            metrics.staging_memory(self._queue.used_bytes(), self._share.limit_bytes)
             unseen = {name: rank for name, rank in self._ranks.items() if rank.pidfd < 0}
             loads: list[Any] = self._queue.borrowers()
             callers = {*(rank.caller for rank in unseen.values()), *(who for who, _ in loads)}
@@ -336,10 +491,12 @@ class Stager:
                 await self._register()
             await self._retire_if_stuck()
             idle_s = self._loop.time() - self._last_call_s
-            lease_s = max(self._lease_s, KEPT_S) if self._queue.kept_attempts() else self._lease_s
+            # Why so soon after its ranks: it works for their job alone.
+            lease_s = min(self._lease_s, AFTER_RANKS_S) if self._had_ranks else self._lease_s
+            if self._queue.kept_attempts():
+                lease_s = max(self._lease_s, KEPT_S)
             if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
-                await self._register(())
-                ray_calls.kill(self._self, no_restart=True)
+                await self._end()
 
     async def _retire_if_stuck(self) -> None:
         """Ends this actor, whose memory hangs in a storage, once no job depends on it.
@@ -357,15 +514,73 @@ class Stager:
             len(stuck),
             stuck[0],
         )
-        await self._register(())
+        await self._end()
+
+    async def _end(self) -> None:
+        """Removes what the control store has of this process, and ends it."""
+        with suppress(CheckpointError, RayError):
+            await self._register(())
+            await asyncio.to_thread(ray_calls.remember, self._own_key, "")
         ray_calls.kill(self._self, no_restart=True)
+        # Why: the kill takes a moment, in which it would enter itself again.
+        await self._loop.create_future()
+
+    # The other stagers of this node
+
+    def _find_others(self) -> None:
+        """Finds them; removes what the control store has of those that have ended."""
+        keys = {*ray_calls.names_from(stagers_key(self._node_id))}
+        if self._own_key not in keys:
+            ray_calls.remember(self._own_key, self._place.stager)
+        found: dict[str, Any] = {}
+        for key in keys - {self._own_key}:
+            *_, namespace, actor = parts_of(key)
+            try:
+                found[key] = self._others.get(key) or ray_calls.get_actor(actor, namespace)
+            except ValueError:
+                self._remove_entries(key)
+        self._others = found
+        self._share.only([*found])
+
+    def _remove_entries(self, key: str) -> None:
+        """Removes what the control store has of a stager that has ended, on any node."""
+        *_, node_id, namespace, actor = parts_of(key)
+        for kept in ray_calls.names_from(kept_key(namespace=namespace)):
+            if parts_of(kept)[-2:] == [node_id, actor]:
+                ray_calls.remember(kept, "")
+        ray_calls.remember(key, "")
+
+    def _forget_lost_nodes(self) -> None:
+        """Removes what the control store has of the stagers of nodes that have ended."""
+        lost = {node["NodeID"] for node in ray_calls.nodes() if not node["Alive"]}
+        for key in ray_calls.names_from(stagers_key()):
+            if parts_of(key)[-3] in lost:
+                self._remove_entries(key)
+
+    async def _share_with_others(self) -> None:
+        """Agrees with the other stagers of this node on what each may take of the store."""
+        if self._loop.time() >= self._looked_s + LOOK_S:
+            self._looked_s = self._loop.time()
+            await asyncio.to_thread(self._find_others)
+        for key, other in [*self._others.items()]:
+            try:
+                most_bytes = self._share.bound_bytes(self._queue.used_bytes())
+                asked = other.share_node.remote(self._own_key, [*self._others], most_bytes)
+                self._share.heard(key, await asyncio.wait_for(asked, PEER_S))
+            except ActorDiedError:
+                self._others.pop(key, None)
+                self._share.only([*self._others])
+                self._looked_s = float("-inf")  # its name is gone in a moment, and its entries then
+            except (RayError, asyncio.TimeoutError):
+                continue  # what it had counts until it answers
+        self._queue.limit(self._share.limit_bytes, self._share.fair_bytes)
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""
         now = set(self._queue.kept_attempts() if kept is None else kept)
         for attempt in self._registered ^ now:
             text = self._place.stager if attempt in now else ""
-            name = registered_name(attempt, self._node_id)
+            name = kept_key(attempt, self._node_id, self._actor, namespace=self._namespace)
             await asyncio.to_thread(ray_calls.remember, name, text)
         self._registered = now
 
@@ -408,20 +623,25 @@ async def deliver(
 def stager_of(
     node_id: str,
     *,
+    job: str = "",
     namespace: str = NAMESPACE,
     lease_s: float,
     options: StagerOptions | None = None,
 ) -> Any:
-    """Returns the handle of a node's stager, after making it if there is none.
+    """Returns the handle of a node's stager of a job, after making it if there is none.
+
+    It gets the runtime environment of this process: Ray passes it on.
 
     Args:
         node_id: Ray's hex id of the node.
+        job: See `ray_calls.job_of`.
         namespace: Ray namespace to look in.
         lease_s: See `Stager`; counts when the actor is made.
         options: See `Stager`; counts when the actor is made.
     """
+    name = stager_name(node_id, job, namespace)
     actor = ray.remote(Stager).options(
-        name=stager_name(node_id),
+        name=name,
         namespace=namespace,
         lifetime="detached",
         get_if_exists=True,
@@ -429,4 +649,5 @@ def stager_of(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    return actor.remote(check_above_0(lease_s, "lease_s"), options or StagerOptions())
+    lease_s = check_above_0(lease_s, "lease_s")
+    return actor.remote(lease_s, options or StagerOptions(), name, namespace)

@@ -259,6 +259,7 @@ class StagerBackend:
             options=save.options,
             published=save.history.published(go.attempt, save.opener),
             reporter=session.coordinator(),
+            waits_for=save.progress.waits_for,
             stop=save.progress.stop,
         )
         self.num_bytes = staged.num_bytes

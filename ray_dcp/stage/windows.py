@@ -689,16 +689,6 @@ def cut(parts: Sequence[Part], low: int, high: int) -> list[Part]:
     return found
 
 
-def registered_name(attempt: str, node_id: str = "") -> str:
-    """Returns under which name the cluster remembers that a node keeps an attempt.
-
-    Args:
-        attempt: Its id.
-        node_id: Which node; all names begin with what is returned without it.
-    """
-    return f"kept:{attempt}:{node_id}"
-
-
 def too_many(attempts: Sequence[tuple[str, str, int, bool]]) -> set[str]:
     """Returns the attempts that are not to be kept any longer.
 

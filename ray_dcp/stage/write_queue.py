@@ -32,6 +32,7 @@ from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
 from ray_dcp.stage.memory import Room, WindowBudget, WindowBytes
 from ray_dcp.stage.orders import (
     Grant,
+    Holder,
     InFlight,
     StagedWindow,
     StageKey,
@@ -352,6 +353,27 @@ class WriteQueue:
         """Returns how many bytes of memory windows take now, also those that are about to go."""
         with self._lock:
             return self._budget.used_bytes
+
+    def limit(self, limit_bytes: int, kept_bytes: int) -> None:
+        """Changes how many bytes of windows there may be; see `WindowBudget.limit`."""
+        with self._lock:
+            self._budget.limit(limit_bytes, kept_bytes)
+            self._pump()
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Returns the saves that have room now, those with most of it first."""
+        now_s = time.monotonic()
+        with self._lock:
+            found: dict[tuple[str, str], Holder] = {}
+            for key, num_bytes in self._budget.granted().items():
+                job = self._jobs.get(key)
+                if job is None:
+                    continue
+                at = (key.save.session, job.order.target.url)
+                one = found.get(at, Holder(*at, 0, now_s - job.moved_s))
+                quiet_s = min(one.quiet_s, now_s - job.moved_s)
+                found[at] = replace(one, num_bytes=one.num_bytes + num_bytes, quiet_s=quiet_s)
+        return tuple(sorted(found.values(), key=lambda one: -one.num_bytes))
 
     def num_active(self) -> int:
         """Returns how many jobs are not over."""

@@ -28,7 +28,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_dcp.coordinator.actor import Coordinator
 from ray_dcp.errors import CheckpointError
 from ray_dcp.session import ray_calls
-from ray_dcp.session.session import LEASE_S, NAMESPACE, coordinator_name
+from ray_dcp.session.names import NAMESPACE, coordinator_name
+from ray_dcp.session.session import LEASE_S
 from ray_dcp.worker_group import WorkerGroup
 from tests.chaos.traps import loopback_addresses
 from tests.support.daemons import NODE as SMALL

@@ -22,12 +22,13 @@ import torch.distributed as dist
 import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.session import NAMESPACE, coordinator_name, stager_name
+from ray_dcp.session.names import NAMESPACE, coordinator_name
 from tests.chaos.cells import Trap
 from tests.chaos.judging import Told
 from tests.chaos.traps import Blow, loopback_addresses, read_mark, set_trap, set_trap_in
 from tests.support.attempts import sound_state
 from tests.support.processes import eventually
+from tests.support.staging import stagers_on
 
 OUTCOME_S = 90.0
 """How long a rank waits for the outcome of an asynchronous save, in seconds."""
@@ -143,8 +144,14 @@ def spring_trap(ranks: Any, trap: Trap, blow: Blow, *, rank: int, actor: str) ->
         ranks.run(set_trap_on, rank, trap, blow)
         return
     node_id = ray.get_runtime_context().get_node_id()
-    name = stager_name(node_id) if trap.on == "stager" else coordinator_name(actor)
-    handle = ray.get_actor(name, namespace=NAMESPACE)
+    if trap.on == "stager":
+        # Why by its ranks: each job has one of its own.
+        (handle,) = [
+            one for one in stagers_on(node_id)
+            if any(rank.startswith(f"{actor}:") for rank in ray.get(one.info.remote())["ranks"])
+        ]  # fmt: skip
+    else:
+        handle = ray.get_actor(coordinator_name(actor), namespace=NAMESPACE)
     ray.get(handle.__ray_call__.remote(set_trap_in, trap, blow))
 
 

@@ -16,8 +16,8 @@ from ray_dcp.coordinator import gatherer
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.activity import Activity
+from ray_dcp.session.names import NAMESPACE, gatherer_name
 from ray_dcp.session.ray_session import RaySession
-from ray_dcp.session.session import NAMESPACE, gatherer_name
 from ray_dcp.store.opening import open_storage
 from tests.support.arrays import ArrayCapture, same_state, sample_state
 from tests.support.processes import eventually

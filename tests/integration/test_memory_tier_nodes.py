@@ -9,13 +9,13 @@ import ray
 
 import ray_dcp
 from ray_dcp.session import ray_calls
-from ray_dcp.session.session import NAMESPACE, stager_name
-from ray_dcp.stage.windows import registered_name
+from ray_dcp.session.names import kept_key
 from ray_dcp.worker_group import WorkerGroup
 from tests.integration.test_memory_tier import spoil
 from tests.support.daemons import NODE, Daemons
 from tests.support.processes import eventually
 from tests.support.programs import async_saves as programs
+from tests.support.staging import stagers_on
 
 OLD, NEW, BOTH = "old", "new", "both"
 
@@ -66,7 +66,7 @@ def test_ranks_on_both_nodes_take_from_both_memories(cluster, tmp_path):
         ranks.run(programs.save_kept, str(tmp_path), 1, await_files=1)
         attempt = ray_dcp.open(tmp_path / "step-1").attempt
         # A node finds the others by what they have registered.
-        assert eventually(lambda: len(ray_calls.names_from(registered_name(attempt))) == 2)
+        assert eventually(lambda: len(ray_calls.names_from(kept_key(attempt))) == 2)
         spoil(tmp_path / "step-1")
         came = ranks.run(programs.kept_is, str(tmp_path / "step-1"), 1)
     assert [one.error for one in came] == [None, None]
@@ -78,7 +78,8 @@ def test_ranks_on_both_nodes_take_from_both_memories(cluster, tmp_path):
 def test_a_node_whose_stager_is_gone_is_not_asked_and_storage_has_all(cluster, tmp_path):
     with ranks_on(OLD, 2) as ranks:
         ranks.run(programs.save_kept, str(tmp_path), 4)
-    ray.kill(stager_on(OLD))
+    for stager in stagers_on(node_ids()[OLD]):
+        ray.kill(stager)
     with ranks_on(NEW, 2) as ranks:
         came = ranks.run(programs.kept_is, str(tmp_path / "step-4"), 4)
     assert [one.error for one in came] == [None, None]
@@ -92,10 +93,10 @@ def node_of_rank() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def stager_on(node: str):
-    return ray.get_actor(stager_name(node_ids()[node]), NAMESPACE)
-
-
 def lent(node: str) -> list:
-    """Returns what a node's stager has lent and not got back."""
-    return ray.get(stager_on(node).__ray_call__.remote(lambda stager: stager._queue.borrowers()))
+    """Returns what a node's stagers have lent and not got back."""
+    asked = [
+        stager.__ray_call__.remote(lambda stager: stager._queue.borrowers())
+        for stager in stagers_on(node_ids()[node])
+    ]
+    return [borrower for found in ray.get(asked) for borrower in found]

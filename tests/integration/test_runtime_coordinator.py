@@ -14,8 +14,8 @@ from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.errors import DeadlineError, InvalidRequestError
 from ray_dcp.session import ray_calls
 from ray_dcp.session.discovery import connect, current_session
+from ray_dcp.session.names import NAMESPACE, coordinator_name, roster_key
 from ray_dcp.session.ray_session import RaySession
-from ray_dcp.session.session import NAMESPACE, coordinator_name
 from tests.support.processes import eventually, lives
 from tests.support.programs.forks import plain_environment
 
@@ -97,7 +97,7 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     victim_pid = ray.get(victim.register.remote(session.name))
     waits = RaySession(session.name, 0, 2)
     before = waits.coordinator_info()
-    kept = f"roster:{coordinator_name(session.name)}"
+    kept = roster_key(coordinator_name(session.name))
     assert eventually(lambda: str(victim_pid) in ray_calls.recall(kept))
     os.kill(before["pid"], signal.SIGKILL)
     os.kill(victim_pid, signal.SIGKILL)

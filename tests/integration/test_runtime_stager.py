@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import ray
 
-from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
+from ray_dcp.session import ray_calls
+from ray_dcp.session.names import stager_name, stagers_key
 from ray_dcp.session.ray_calls import store_bytes
 from ray_dcp.stage import link as staging_link
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.orders import StageKey, StagerOptions
+from ray_dcp.store.environment import StorageVariables
 from tests.support.processes import eventually, lives
 from tests.support.programs.held_writes import hang_writes
 from tests.support.servers.s3 import shared_memory
-from tests.support.staging import MIB, Share, same_files, share
+from tests.support.staging import MIB, Share, end_stagers, same_files, share, stagers_on
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -91,7 +94,7 @@ def opened(namespace: str, options: StagerOptions = SMALL, name: str = "rank 0")
 
 def staged(staging: RankStaging, what: Share, target: Target, actor=None, save="s", **options):
     return staging.stage(
-        StageKey(save, 0, "a1"), what.plan, what.items, target=target,
+        StageKey(OpKey(save, 0), 0, "a1"), what.plan, what.items, target=target,
         options=SaveOptions(**options), reporter=actor,
     )  # fmt: skip
 
@@ -102,11 +105,13 @@ def told(book, number: int) -> list[Any]:
 
 
 def test_a_node_has_one_stager_whose_budget_is_half_of_its_object_store(namespace):
+    end_stagers()
     one, other = (opened(namespace, StagerOptions(), name) for name in ("a", "b"))
     info = one.info()
     assert info["pid"] == other.info()["pid"]
     assert info["node_id"] == ray.get_runtime_context().get_node_id()
-    assert info["limit_bytes"] == int(store_bytes(info["node_id"]) / 2)
+    half = int(store_bytes(info["node_id"]) / 2)
+    assert eventually(lambda: one.info()["limit_bytes"] == half)
     assert set(one.info()["ranks"]) == {"a", "b"}
     other.close()
     assert eventually(lambda: one.info()["ranks"] == ["a"])
@@ -344,15 +349,15 @@ def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):
     staging.close()
     assert eventually(lambda: not lives(pid))
     assert lives(rank)
-    with pytest.raises(ValueError, match="Failed to look up"):
-        ray.get_actor(f"ray_dcp:1:stager:{node_id}", other)
+    assert not stagers_on(node_id, other)
+    assert not ray_calls.names_from(stagers_key(node_id, stager_name(node_id, "", other), other))
 
 
 def test_a_window_that_the_store_of_another_node_does_not_take_is_refused(namespace, places):
     staging = opened(namespace, StagerOptions(limit_bytes=8 * MIB))
     link = staging.link()
     what = share([MIB])
-    order = what.order(StageKey("s", 0, "a1"), places[0], 64 * MIB)
+    order = what.order(StageKey(OpKey("s", 0), 0, "a1"), places[0], 64 * MIB)
     with pytest.raises(LimitError, match="window"):
-        link.call("begin", link.stager, order, None, timeout_s=30)
+        link.call("begin", link.stager, order, None, StorageVariables({}), timeout_s=30)
     staging.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
 
 from ray_dcp.commit_protocol.messages import FileReceipt, Target
 from ray_dcp.core.columns import ColumnsBuilder
@@ -14,6 +16,7 @@ from ray_dcp.core.values import Columns, RankPlan
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
+from ray_dcp.session.names import NAMESPACE
 from ray_dcp.stage.orders import StageKey, StageOrder
 from ray_dcp.stage.windows import (
     HostFiller,
@@ -157,6 +160,26 @@ class Rank:
         for _ in range(self.num_windows):
             self.fill()
         assert self.queue.seal(self.order.key).result(180) is True
+
+
+def stagers_on(node_id: str, namespace: str = NAMESPACE) -> list[Any]:
+    """Returns the handles of a node's stagers in a namespace, of all jobs."""
+    found = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == namespace and f":stager:{node_id}:" in actor["name"]:
+            # Suppressed: it ends just now.
+            with suppress(ValueError):
+                found.append(ray.get_actor(actor["name"], namespace))
+    return found
+
+
+def end_stagers() -> None:
+    """Ends the stagers that earlier tests left, with which a new one would share the node."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if ":stager:" in actor["name"]:
+            # Suppressed: it ends just now.
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
 
 
 def scribbled(share: Share) -> Callable[[], None]:

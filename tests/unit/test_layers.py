@@ -99,6 +99,7 @@ ENVIRONMENT_READERS = {
     "session.discovery": "which process of torchrun this is",
     "session.session": "RAY_ADDRESS",
     "view.progress": "TERM, as a bar needs a terminal that erases lines",
+    "store.environment": "what storages read there, for the stager that writes instead",
     "worker_group": "the interface that gloo uses, which it sets",
 }
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.stage import link as staging_link
 from ray_dcp.stage import windows as stage_windows
@@ -406,7 +406,7 @@ class SlowToEmpty(deque):
 # --- Windows are handed to a stager ---------------------------------------------------------------
 
 
-KEY = StageKey("s", 0, "a1")
+KEY = StageKey(OpKey("s", 0), 0, "a1")
 
 
 class Stager:

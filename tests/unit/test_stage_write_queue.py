@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ray_dcp import errors
-from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
 from ray_dcp.stage import link, write_queue
@@ -31,7 +31,7 @@ from tests.support.storages import Gate
 
 
 SLOT = 2 * MIB
-KEY = StageKey("s", 0, "a1")
+KEY = StageKey(OpKey("s", 0), 0, "a1")
 
 
 class Node:
@@ -50,7 +50,7 @@ class Node:
         self.reports.append(report)
 
     def rank(self, what: Share, target: Target, save: str = "s", **order) -> Rank:
-        made = what.order(StageKey(save, 0, "a1"), target, SLOT, **order)
+        made = what.order(StageKey(OpKey(save, 0), 0, "a1"), target, SLOT, **order)
         return Rank(self.queue, what, made)
 
     def idle(self) -> bool:
@@ -107,7 +107,7 @@ def test_a_settled_file_is_linked_if_there_is_room_for_all_of_it(num_slots, expe
     assert reused(node) == expected
     inodes = [{file.stat().st_ino for file in Path(place.url).glob("*.distcp")} for place in places]
     assert len(inodes[0] & inodes[1]) == sum(map(bool, expected))
-    progress = node.queue.progress(StageKey("s", 0, "a1"))
+    progress = node.queue.progress(StageKey(OpKey("s", 0), 0, "a1"))
     assert progress.written_bytes == progress.num_bytes == what.num_bytes
 
 
@@ -239,7 +239,8 @@ class Link:
             arguments = arguments[:1]
             if method == "deliver":
                 return None
-        arguments = arguments[1:] if method == "begin" else arguments
+        arguments = arguments[1:-1] if method == "begin" else arguments
+        arguments = arguments[:2] if method == "more" else arguments
         answer = getattr(self._queue, method)(*arguments)
         return answer.result(timeout_s) if isinstance(answer, Future) else answer
 
