@@ -148,6 +148,9 @@ def export(
         count = count_text(len(plan.left_out), "object")
         lines.append(f"left out {count}, as {kind} holds tensors alone: {few(plan.left_out)}")
         lines.append("--format torch and --format dcp hold objects, too")
+    if plan.tied:
+        pairs = few([f"{name} = {before}" for name, before in plan.tied.items()])
+        lines.append(f"{verb} once what was of one memory when it was saved: {pairs}")
     told({**asdict(plan), "dry_run": dry_run}, *lines)
 
 

@@ -99,7 +99,7 @@ class BuildCommit:
     stock_metadata: bool = True
     """`SaveOptions.stock_metadata`."""
     about: Mapping[str, Any] | None = None
-    """`SaveJoin.about`."""
+    """`Manifest.about`."""
 
 
 @dataclass(frozen=True, eq=False)

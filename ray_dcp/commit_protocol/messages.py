@@ -88,7 +88,7 @@ class SaveJoin:
     node: str = ""
     """Name of the rank's node, for dividing up replicas; empty if unknown."""
     about: Mapping[str, Any] | None = field(default=None, hash=False)
-    """`Manifest.about`, the same on all ranks."""
+    """What this rank knows for `Manifest.about`, which has the topics that ranks agree on."""
 
 
 @dataclass(frozen=True)

@@ -442,6 +442,8 @@ class SaveMachine(Operation):
         return self._check_barrier()
 
     def _all_arrived(self) -> Commands:
+        if self.phase == "joining":
+            self._join = replace(self._join, about=self._agreed())
         match self.phase:
             case "joining" if self.is_staged:
                 self._enter("queued")
@@ -449,6 +451,19 @@ class SaveMachine(Operation):
             case "writing":
                 return self._build()
         return self.begin()
+
+    def _agreed(self) -> dict[str, Any] | None:
+        """Returns the topics on which all ranks that have them agree, if they say anything."""
+        topics: dict[str, list[Any]] = {}
+        for join in self._openings.values():
+            about = join.about if isinstance(join, SaveJoin) else None
+            for topic, value in (about or {}).items():
+                topics.setdefault(topic, []).append(value)
+        return {
+            topic: first
+            for topic, (first, *others) in topics.items()
+            if first and all(other == first for other in others)
+        } or None
 
     def begin(self) -> Commands:
         """Asks ranks for missing rows; if none are missing, reads the records.

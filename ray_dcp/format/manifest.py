@@ -376,6 +376,43 @@ def sources_in(manifest: Manifest) -> tuple[dict[str, Any], ...]:
     )
 
 
+TIED = "tied"
+"""The topic of `Manifest.about` with groups of names whose tensors were one memory."""
+
+
+def tied_in(manifest: Manifest | None) -> dict[str, str]:
+    """Returns, for each name whose tensor was of one memory with others, the first of their names.
+
+    What a newer ray_dcp records in another form is left out.
+
+    Args:
+        manifest: The manifest; None if there is none.
+    """
+    groups = ((manifest and manifest.about) or {}).get(TIED)
+    return {
+        name: group[0]
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, list) and all(isinstance(name, str) for name in group)
+        for name in group
+    }
+
+
+def repeated(names: Iterable[str], tied: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names whose tensors repeat that of an earlier name, each with the earlier one.
+
+    Args:
+        names: The names that are chosen, in order.
+        tied: The result of `tied_in`.
+
+    Examples:
+        >>> repeated(["b", "c", "d"], {"a": "a", "b": "a", "d": "a"})
+        {'d': 'b'}
+    """
+    first: dict[str, str] = {}
+    found = {name: first.setdefault(tied[name], name) for name in names if name in tied}
+    return {name: before for name, before in found.items() if name != before}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AbortRecord:
     """States that an attempt failed and must never commit."""

@@ -56,7 +56,7 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.events import contained
-from ray_dcp.format.manifest import Manifest, decode_record
+from ray_dcp.format.manifest import TIED, Manifest, decode_record
 from ray_dcp.io.writer import Deferred, PieceSource, Source, part_key, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.outcome import settle
@@ -82,6 +82,11 @@ class Captured(Protocol):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the user."""
+        ...
+
+    @property
+    def tied(self) -> Sequence[Sequence[str]] | None:
+        """Groups of names whose tensors are one memory; None if the rank holds no tensors."""
         ...
 
     def source(self, row: int, /) -> memoryview:
@@ -298,6 +303,8 @@ class RankSave:
         )
         known: Remembered | None = None
         if captured is not None:
+            if captured.tied is not None:
+                join = replace(join, about={**(self.about or {}), TIED: captured.tied})
             columns = captured.columns
             if options.unchanged == "link":
                 columns = self.history.guess(self.target, columns, self.opener)

@@ -542,7 +542,7 @@ def rows_that_share(sinks: Sequence[TensorSink], num_bytes: Int64Array) -> list[
     owners = rows.tolist()
     for row in np.flatnonzero(~direct).tolist():
         if isinstance(tensors[row], torch.Tensor):
-            parts = [one for one in parts_with_memory(tensors[row]) if _has_place(one)]
+            parts = [one for one in parts_with_memory(tensors[row]) if has_place(one)]
             targets += parts
             owners += [row] * len(parts)
     if len(targets) < 2:
@@ -580,7 +580,7 @@ def rows_that_overlap(sinks: Sequence[TensorSink]) -> list[int]:
     ]
 
 
-def _has_place(tensor: torch.Tensor) -> bool:
+def has_place(tensor: torch.Tensor) -> bool:
     """Returns whether the place of a tensor in memory is known."""
     try:
         return tensor.data_ptr() != 0

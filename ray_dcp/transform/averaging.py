@@ -456,6 +456,7 @@ class _Items:
     """
 
     warnings = ()
+    tied = None
 
     def __init__(self, plan: AveragePlan, boxes: Sequence[MeanBox], meter: Meter) -> None:
         self._plan, self._boxes, self._meter = plan, boxes, meter

@@ -35,6 +35,7 @@ from ray_dcp.core.json_text import to_json
 from ray_dcp.core.processes import run_tasks
 from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
+from ray_dcp.format.manifest import repeated, tied_in
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
 from ray_dcp.io.checkpoint import (
     INDEX_NAME,
@@ -73,6 +74,8 @@ class Selected:
     """Dtype of the new tensor; None for objects."""
     is_any_class: bool = False
     """Whether the value may have been saved as a tensor subclass, which ray_dcp can read."""
+    tied: str = ""
+    """First name in the checkpoint of the tensors that were of one memory, if this one was."""
 
     @property
     def fqn(self) -> str:
@@ -356,9 +359,10 @@ def stored_in(
     """
     decision = decide_load(None, reader, checkpoint_id)
     record, is_ours = b"", decision.path != FOREIGN and decision.target is not None
+    tied: dict[str, str] = {}
     if is_ours:
         checkpoint = read_checkpoint(open_storage(decision.target), checks_later=True)
-        table, record = checkpoint.table, checkpoint.record
+        table, record, tied = checkpoint.table, checkpoint.record, tied_in(checkpoint.manifest)
         content = Stored.of_table(table, {name: at for at, name in enumerate(table.names)})
     else:
         if checkpoint_id is not None:
@@ -369,7 +373,8 @@ def stored_in(
         value = content.value(name)
         is_any_class = is_ours and value.dtype is not None and value.is_raw is not True
         path = tuple(value.path or (name,))
-        found.append(Selected(name, path, value.shape, value.dtype, is_any_class))
+        group = tied.get(name, "")
+        found.append(Selected(name, path, value.shape, value.dtype, is_any_class, group))
     return found, record
 
 
@@ -562,6 +567,7 @@ def dcp_to_torch_save(
     if objects:
         read_into(objects, dcp_checkpoint_dir, None, options, casts=casts)
         _rename_parameters(objects, stored, found, key_map)
+    repeats = _repeats(stored)
     shown = reporting(progress, "exporting", os.fspath(torch_save_path))
     with shown as meter, _publish_file(torch_save_path) as temporary:
         with FakeTensorMode():
@@ -571,6 +577,9 @@ def dcp_to_torch_save(
                 else torch.empty(each.shape, dtype=each.dtype, device="cpu")
                 for each in stored
             }
+            path_of = {each.name: each.path for each in stored}
+            for name, before in repeats.items():
+                values[path_of[name]] = values[path_of[before]].detach()
         state = nested(values)
         with skip_data(materialize_fake_tensors=True):
             torch.save(state, temporary)
@@ -581,13 +590,21 @@ def dcp_to_torch_save(
             # Why not weights_only: this process has just written the file, from trusted values.
             mapped = torch.load(temporary, mmap=True, weights_only=False)
         targets = {
-            each.name: get_by_path(mapped, each.path) for each in stored if each.name not in objects
+            each.name: get_by_path(mapped, each.path)
+            for each in stored
+            if each.name not in objects and each.name not in repeats
         }
         if targets:
             tensors = [each for each in stored if each.name in targets]
             _count_expected(meter, found, tensors)
             read_into(targets, dcp_checkpoint_dir, None, options, meter, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
+
+
+def _repeats(stored: Sequence[Selected]) -> dict[str, str]:
+    """Returns `repeated` of tensors that were chosen."""
+    tied = {each.name: each.tied for each in stored if each.tied}
+    return repeated([each.name for each in stored], tied)
 
 
 def _storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
@@ -672,11 +689,7 @@ def dcp_to_safetensors(
     files = HubFiles.of(
         dcp_checkpoint_dir, output_dir, include, key_map, dtype, file_bytes=file_bytes
     )
-    with reporting(progress, "exporting", os.fspath(output_dir)) as meter:
-        _count_expected(meter, files.found, [one for some in files.entries for one in some])
-        for number in range(len(files.entries)):
-            files.write(number, options, meter)
-    files.finish()
+    files.write_all(options, progress)
 
 
 @dataclass(frozen=True)
@@ -709,6 +722,7 @@ class HubFiles:
         *,
         file_bytes: int = 5 << 30,
         numbers: Mapping[str, int] | None = None,
+        tied_once: bool = False,
     ) -> HubFiles:
         """Returns the files of a checkpoint.
 
@@ -721,6 +735,8 @@ class HubFiles:
             file_bytes: See there.
             numbers: The number of each tensor's file, from 1; tensors that it lacks come into
                 the last file. If None, `file_bytes` decides.
+            tied_once: Whether, of tensors that were of one memory when they were saved, as tied
+                weights, the files have the first alone, as those of `save_pretrained` do.
 
         Raises:
             UnsupportedValueError: As for `dcp_to_safetensors`.
@@ -739,6 +755,8 @@ class HubFiles:
                 f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
                 key=wrong[0],
             )
+        repeats = _repeats(stored) if tied_once else {}
+        stored = [each for each in stored if each.name not in repeats]
         entries = _split_into_files(stored, file_bytes)
         if numbers:
             last = max(numbers.values())
@@ -791,6 +809,22 @@ class HubFiles:
             if targets:
                 read_into(targets, self.checkpoint_id, None, options, progress, casts=self.casts)
             mapped.flush()
+
+    def write_all(self, options: LoadOptions | None = None, progress: ShowProgress = False) -> None:
+        """Writes all files and the index, in one process.
+
+        Args:
+            options: As for `load`.
+            progress: As for `dcp_to_torch_save`.
+
+        Raises:
+            CheckpointError: As `load` does, or the checkpoint was replaced in the meantime.
+        """
+        with reporting(progress, "exporting", os.fspath(self.folder)) as meter:
+            _count_expected(meter, self.found, [one for some in self.entries for one in some])
+            for number in range(len(self.entries)):
+                self.write(number, options, meter)
+        self.finish()
 
     def finish(self) -> None:
         """Writes the index, after all files, and deletes files of an earlier conversion.

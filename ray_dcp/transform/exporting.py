@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
+from ray_dcp.format.manifest import repeated, tied_in
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions, check_patterns
 from ray_dcp.place.delete import delete
@@ -69,6 +70,10 @@ class ExportPlan:
     """Approximate disk space that the export needs, with temporary files, in bytes."""
     left_out: tuple[str, ...] = ()
     """Names of objects, if the format can't hold objects."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Names that were of one memory with an earlier name, as tied weights, each with that name. The
+    result has the tensor once; in `hf` under the earlier name alone, as `save_pretrained` does it.
+    Empty for `safetensors` and `dcp`, which have both."""
 
 
 def plan_export(
@@ -101,14 +106,18 @@ def plan_export(
         raise InvalidRequestError(
             f"expected {what} {patterns} in {view.url}, found none of {len(view)}", key="include"
         )
+    is_once = format in ("torch", "hf")
+    tied = repeated(names, tied_in(view.checkpoint.manifest)) if is_once else {}
     num_bytes = 0
     for name in names:
         info = view.tensors.get(name)
-        if info is not None:
+        if info is not None and name not in tied:
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
     num_tensors, num_objects = len(names) - len(objects), len(objects) - len(left_out)
+    if format != "torch":
+        num_tensors -= len(tied)
     for folder in () if rewritten else items_of(view.storage, view.checkpoint):
         item = read_view(place_below(view.place or view.url, folder))
         num_tensors += len(item.tensors)
@@ -123,6 +132,7 @@ def plan_export(
         num_bytes,
         num_bytes * (2 if rewritten and format == "dcp" else 1),
         left_out,
+        tied,
     )
     _check_target(plan)
     return plan
@@ -155,7 +165,7 @@ def export(
             second.
 
     Returns:
-        The plan that was carried out, with the names that were left out.
+        The plan that was carried out, with the names that were left out or are tied to others.
 
     Raises:
         InvalidRequestError: Nothing matches, an argument is invalid, the target exists or names a
@@ -177,7 +187,7 @@ def export(
         >>> torch.load(f"{root}/w.pt")["w"].dtype
         torch.bfloat16
     """
-    from ray_dcp.transform.conversion import dcp_to_safetensors, dcp_to_torch_save
+    from ray_dcp.transform.conversion import HubFiles, dcp_to_torch_save
 
     view = source if isinstance(source, CheckpointView) else read_view(source)
     plan = plan_export(
@@ -205,8 +215,8 @@ def export(
                     dcp_to_torch_save(place, made, **choice, progress=meter)
                 else:
                     file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
-                    choice |= {"file_bytes": file_bytes, "progress": meter}
-                    dcp_to_safetensors(place, temporary, **choice)
+                    choice |= {"file_bytes": file_bytes, "tied_once": format == "hf"}
+                    HubFiles.of(place, temporary, **choice).write_all(progress=meter)
                 if format == "safetensors":
                     (made,) = temporary.glob("*.safetensors")
                 _check_stands(view)

@@ -141,6 +141,7 @@ class Held:
     """What a simulated rank captured: columns without bytes."""
 
     warnings = ()
+    tied = None
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns

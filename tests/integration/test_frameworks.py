@@ -25,6 +25,8 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -453,6 +455,28 @@ def test_a_seed_checkpoint_of_torchtitan_gives_the_model_alone(tmp_path, monkeyp
 
 
 # --- the Hugging Face hub, FSDP2 -----------------------------------------------------------------
+
+
+def test_a_model_with_tied_embeddings_is_exported_as_save_pretrained_does(tmp_path: Path):
+    sizes = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+    )
+    model = LlamaForCausalLM(config)
+    ray_dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    model.save_pretrained(tmp_path / "theirs")
+    told = CliRunner().invoke(
+        cli, ["export", f"{tmp_path}/saved", f"{tmp_path}/ours", "--format", "hf", "--model-only"]
+    )
+    assert "once what was of one memory" in told.output
+    assert "model.lm_head.weight = model.model.embed_tokens.weight" in told.output
+    config.save_pretrained(tmp_path / "ours")
+    (ours,) = (tmp_path / "ours").glob("*.safetensors")
+    assert set(load_file(ours)) == set(load_file(tmp_path / "theirs/model.safetensors"))
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
 
 
 def test_two_ranks_under_fsdp2_begin_and_end_with_a_model_of_the_hub(tmp_path: Path, programs):

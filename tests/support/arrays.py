@@ -103,6 +103,7 @@ class ArrayCapture:
     """
 
     warnings = ()
+    tied = None
 
     def __init__(self, state: State, rank: int, world_size: int) -> None:
         builder = ColumnsBuilder()

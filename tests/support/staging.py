@@ -38,6 +38,7 @@ class Items:
     columns: Columns
     values: list[Any]
     warnings: tuple[str, ...] = ()
+    tied: None = None
 
     def source(self, row: int) -> memoryview:
         return memoryview(self.values[row].reshape(-1).view(np.uint8))

@@ -41,8 +41,10 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import PartWriter
 from ray_dcp.transform import conversion
 from ray_dcp.transform.copying import copy_checkpoint, plan_copy
+from ray_dcp.transform.exporting import plan_export
 from ray_dcp.view.progress import Meter
 from tests.support import checkpoints
+from tests.support.adapter import save_on_ranks
 from tests.support.programs.forks import Programs
 from tests.support.storages import interpose
 
@@ -125,6 +127,51 @@ def test_objects_are_left_out_where_there_is_no_place_and_names_lose_a_prefix(
     assert plan.left_out == (() if holds else ("step",))
     found = set(torch.load(target) if kind == "torch" else ray_dcp.open(target).names)
     assert found == {"w", "other", *(["step"] if holds else [])}
+
+
+def test_tensors_of_one_memory_are_exported_once(tmp_path: Path):
+    one = torch.randn(64, 8)
+    # Equal bytes, or a part of the memory, tie nothing.
+    others = {"ema": one.clone(), "view": one[:32], "turned": one.view(8, 64)}
+    state = {"head": one, **others, "embed": one.detach(), "step": 3}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "one", no_dist=True)
+    plan = ray_dcp.export(tmp_path / "one", tmp_path / "hf", "hf")
+    assert (plan.tied, plan.num_tensors) == ({"embed": "head"}, 4)
+    written = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    assert set(written) == {"head", *others}
+    assert all(torch.equal(written[name], state[name]) for name in written)
+    # The only name of its memory that is chosen is written.
+    plan = ray_dcp.export(tmp_path / "one", tmp_path / "e.safetensors", include=["e*"])
+    assert plan.tied == {}
+    assert set(load_file(tmp_path / "e.safetensors")) == {"embed", "ema"}
+    # Only transformers ties by itself; other readers of one file may ask for each name.
+    plan = ray_dcp.export(tmp_path / "one", tmp_path / "all.safetensors")
+    assert plan.tied == {}
+    assert set(load_file(tmp_path / "all.safetensors")) == {*others, "head", "embed"}
+    # As torch.save does it, and so the next checkpoint has the record too.
+    ray_dcp.export(tmp_path / "one", tmp_path / "one.pt", "torch")
+    loaded = torch.load(tmp_path / "one.pt")
+    assert loaded["embed"].data_ptr() == loaded["head"].data_ptr() != loaded["ema"].data_ptr()
+    assert all(torch.equal(loaded[name], state[name]) for name in [*others, "head", "embed"])
+    ray_dcp.import_checkpoint(tmp_path / "one.pt", tmp_path / "again")
+    ray_dcp.copy(tmp_path / "again", tmp_path / "copy")
+    assert ray_dcp.export(tmp_path / "copy", tmp_path / "c", "hf").tied == {"embed": "head"}
+
+
+def test_ranks_that_hold_tensors_must_agree_that_they_are_of_one_memory(tmp_path: Path):
+    def held(*, tied: bool) -> dict[str, Any]:
+        one = torch.ones(64, 8)
+        return {"embed": one, "head": one if tied else one.clone()}
+
+    for folder, states, found in [
+        ("agree", [held(tied=True), held(tied=True)], {"head": "embed"}),
+        ("empty", [held(tied=True), {}], {"head": "embed"}),
+        ("differ", [held(tied=True), held(tied=False)], {}),
+        ("first", [held(tied=False), held(tied=True)], {}),
+    ]:
+        save_on_ranks(states, tmp_path / folder)
+        plan = plan_export(tmp_path / folder, tmp_path / "target", "hf")
+        assert plan.tied == found, folder
 
 
 def test_the_state_dict_of_a_module_stays_one_when_its_prefix_is_removed(tmp_path: Path):

@@ -239,6 +239,7 @@ def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
 
 class Holding:
     warnings = ()
+    tied = None
 
     def __init__(self, columns):
         self.columns = columns
