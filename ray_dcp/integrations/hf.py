@@ -8,6 +8,8 @@ object:
 
 * `train` is given a folder to resume from, in which the Trainer finds its own state and its random
   states. It skips the data and restores these as from a checkpoint of its own.
+* `_inner_training_loop` goes on at the newest step if the Trainer begins it again, with smaller
+  batches after an error of memory.
 * `_load_from_checkpoint` leaves that folder alone: weights, optimizer and scheduler are loaded by
   the manager in `on_train_begin`, when all of them exist.
 * `_run_epoch` trains nothing if the restored run had ended.
@@ -74,6 +76,9 @@ class RayDcpCallback(TrainerCallback):
     well as the Trainer's own checkpoints do: not exactly within an epoch. On another number of
     ranks random states begin anew, and the Trainer counts its place in the data by steps.
 
+    With `auto_find_batch_size=True`, a Trainer that ran out of memory continues with smaller
+    batches at the newest step, also if `resume="never"` and this run has saved it.
+
     Args:
         manager: Decides when to save and what to keep. The caller closes it.
         resume: Restore before the first step: `"auto"`, the newest step that can be loaded, if any;
@@ -134,7 +139,7 @@ class RayDcpCallback(TrainerCallback):
                 key="trainer",
             )
         run.began_s = time.monotonic()
-        if self._resume == "never":
+        if self._resume == "never" and run.saved is None:
             return
         found = _state_of(kwargs["model"], kwargs["optimizer"], kwargs.get("lr_scheduler"))
         # Why "auto" again: weights may be damaged where the Trainer's state is not.
@@ -231,6 +236,13 @@ class RayDcpCallback(TrainerCallback):
         """Extends methods of the Trainer until `hooks` is closed."""
         trainer = run.trainer
 
+        def training_loop(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if run.began_s and (run.has_saved or self._resume != "never"):
+                kwargs["resume_from_checkpoint"] = self._begin_again(run) or kwargs.get(
+                    "resume_from_checkpoint"
+                )
+            return original(*args, **kwargs)
+
         def load_from_checkpoint(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
             if path != run.folder.name:
                 original(path, *args, **kwargs)
@@ -255,10 +267,27 @@ class RayDcpCallback(TrainerCallback):
 
         self._run = run
         hooks.callback(setattr, self, "_run", None)
+        hooks.enter_context(_extended(trainer, "_inner_training_loop", training_loop))
         hooks.enter_context(_extended(trainer, "_load_from_checkpoint", load_from_checkpoint))
         hooks.enter_context(_extended(trainer, "_maybe_log_save_evaluate", log_save_evaluate))
         hooks.enter_context(_extended(trainer, "_run_epoch", run_epoch))
         hooks.enter_context(_extended(trainer, "_finalize_training", finalize))
+
+    def _begin_again(self, run: _Run) -> str | None:
+        """Returns the folder from which the Trainer continues at the newest step, if there is one.
+
+        Why: `auto_find_batch_size` begins the loop again with smaller batches, in the same call.
+        """
+        self._manager.join()
+        run.is_due, run.epoch_has_ended, run.evaluated = False, False, (-1, {})
+        wanted: Any = "auto" if run.falls_back or not run.has_saved else "latest"
+        run.saved = self._read(wanted, run.trainer)
+        if run.saved is None:
+            return None
+        folder = Path(run.folder.name)
+        folder.mkdir(exist_ok=True)
+        run.saved.write(folder, run.trainer)
+        return run.folder.name
 
     def _save(self, run: _Run) -> None:
         """Saves the step if it is due, and if the Trainer has done all that it does at it."""
@@ -278,6 +307,7 @@ class RayDcpCallback(TrainerCallback):
         values = _state_of(trainer.model, trainer.optimizer, trainer.lr_scheduler)
         values["trainer"] = self._trainer_state(run)
         self._manager.save_async(state.global_step, values, force=True, metrics=metrics)
+        run.has_saved = True
 
     def _trainer_state(self, run: _Run) -> dict[str, Any]:
         trainer = run.trainer
@@ -377,6 +407,8 @@ class _Run:
     falls_back: bool
     """Whether an older step may be restored if the weights of this one are damaged."""
     began_s: float = 0.0
+    """When the loop began last; 0 before."""
+    has_saved: bool = False
     is_due: bool = False
     """Whether the step that has just ended has to be saved."""
     epoch_has_ended: bool = False

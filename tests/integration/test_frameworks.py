@@ -230,6 +230,23 @@ def test_two_killed_ranks_of_a_hugging_face_trainer_log_what_they_would_have_log
         assert resumed == whole
 
 
+def test_a_hugging_face_trainer_that_ran_out_of_memory_goes_on_by_smaller_batches(tmp_path):
+    """As if it had been restarted with them: the Trainer begins its loop again by itself."""
+
+    def fit(name, *others, **arguments):
+        with CheckpointManager(tmp_path / name, 2, **hf_trainer.kept()) as manager:
+            trainer = hf_trainer.made(tmp_path / name, manager, *others, **arguments)
+            trainer.train()
+            manager.join()
+            return hf_trainer.numbers_of(trainer), manager.all_steps()
+
+    # The step that it resumed from is not the last one that ended before.
+    found = fit("run", hf_trainer.OutOfMemoryAtStep(9), auto_find_batch_size=True)
+    with pytest.raises(InterruptedError):
+        fit("other", hf_trainer.StopAtStep(9, kills=False))
+    assert found == fit("other", per_device_train_batch_size=3)
+
+
 def test_a_hugging_face_trainer_goes_back_if_the_weights_of_its_newest_step_are_damaged(tmp_path):
     def fit(*others, **arguments):
         with CheckpointManager(tmp_path / "run", 2, **hf_trainer.kept()) as manager:

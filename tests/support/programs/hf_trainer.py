@@ -49,6 +49,21 @@ class StopAtStep(transformers.TrainerCallback):
             raise InterruptedError
 
 
+class OutOfMemoryAtStep(transformers.TrainerCallback):
+    """Fails as a full memory does, as long as batches have 4 samples.
+
+    `TrainingArguments(auto_find_batch_size=True)` begins the loop again with smaller batches.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        loader = kwargs["train_dataloader"]
+        if state.global_step == self.step and loader.total_batch_size == 4:
+            raise RuntimeError("CUDA out of memory.")
+
+
 def made(
     folder: Path,
     manager: CheckpointManager,
