@@ -575,7 +575,8 @@ class CheckpointManager:
         """Deletes all later steps, so that training can continue from a step.
 
         Args:
-            step: The newest step that is kept; it need not be committed.
+            step: The newest step that is kept. It need not be committed where steps are saved in
+                increasing order; with `order="any"`, later steps are those saved after it.
             force: Whether to delete steps that have tags or are being read. That of rank 0 counts.
 
         Returns:

@@ -606,13 +606,26 @@ class Writer:
             force: Whether to delete steps that have tags or are being read.
 
         Raises:
-            InvalidRequestError: As `delete`, for any of the steps; nothing is deleted.
+            InvalidRequestError: As `delete`, for any of the steps; or the order is "any" and the
+                step is not committed. Nothing is deleted.
             CheckpointError: As `delete`; steps that were not yet deleted remain.
         """
         self._look_as_writer()
-        later = [self._check_deletable(one) for one in self.catalogue.steps if one > step]
-        self._delete_now(later[::-1], force=force)
-        return tuple(one.step for one in reversed(later))
+        in_order = self._oldest_first(self.catalogue)
+        if self._settings.order == "increasing":
+            later = [one for one in in_order if one > step]
+        elif step in in_order:
+            later = in_order[in_order.index(step) + 1 :]
+        else:
+            raise InvalidRequestError(
+                f'order="any" has steps by the time of their save, so that rewind needs a '
+                f"committed step, but {self.root.url} has no step {step}; there are, oldest first: "
+                f"{', '.join(map(str, in_order)) or 'none'}",
+                step=step,
+            )
+        goes = [self._check_deletable(one) for one in reversed(later)]
+        self._delete_now(goes, force=force)
+        return tuple(one.step for one in goes)
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
         """Adds a tag to a step, or removes it.
@@ -708,6 +721,21 @@ class Writer:
                 logger.warning("%s", unsure)
         if not had_it or not self._is_known:
             self._unpublished += self.look().num_read
+        if not had_it:
+            self._report_damaged()
+
+    def _report_damaged(self) -> None:
+        """Logs which steps are marked as damaged, as no retention deletes them."""
+        marked = sorted(self.catalogue.damaged)
+        if marked and self._settings.kept is not None:
+            logger.warning(
+                "%d steps of %s are marked as damaged, so that retention neither counts nor "
+                "deletes them: %s. `ray-dcp verify --mark RUN` removes the marks of those that are "
+                "whole; `ray-dcp rm RUN@STEP` deletes one",
+                len(marked),
+                self.root.url,
+                ", ".join(map(str, marked)),
+            )
 
     def _look_as_writer(self) -> None:
         self.take_lease()

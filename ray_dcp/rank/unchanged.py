@@ -324,24 +324,27 @@ def _run_of(url: str) -> tuple[str, str]:
 def _find(run: _Run, target: Target, opener: Callable[[Target], Storage]) -> None:
     """Finds the newest steps that earlier processes committed, without those marked as damaged.
 
-    Why by number: a step that was saved again has no mark, or soon will have none.
+    A mark is of an attempt: a step that was saved again is found, whoever saved it.
     """
     root, item = _run_of(target.url)
     folders = folders_in(opener(run.target))
-    marked = {step for step, _ in read_marks(run.target, opener)}
+    marks = read_marks(run.target, opener)
     numbered = ((step_of(one), one) for one in folders)
-    steps = sorted(one for one in numbered if one[0] is not None and one[0] not in marked)
-    urls = [f"{root}/{name}{item}" for _, name in reversed(steps)]
-    if step_of(target.url.rstrip("/").removesuffix(item)) not in marked:
-        urls.insert(0, target.url)
-    found = []
-    for url in urls[: _MOST_STEPS + 1]:
+    steps = sorted(one for one in numbered if one[0] is not None)
+    urls = [target.url, *(f"{root}/{name}{item}" for _, name in reversed(steps))]
+    marked, found = {step for step, _ in marks}, list[_Found]()
+    for url in urls:
+        if len(found) > _MOST_STEPS:
+            break
         at = replace(target, url=url)
         # Suppressed: what can't be read is not reused.
         with suppress(CheckpointError):
             committed = newest_record(opener(at))
-            if committed is not None:
-                found.append(_Found(at, committed.manifest))
+            if committed is None:
+                continue
+            manifest, step = committed.manifest, step_of(url.rstrip("/").removesuffix(item))
+            if step not in marked or _mark_of(at, manifest, opener) not in marks:
+                found.append(_Found(at, manifest))
     run.found = tuple(found)
 
 

@@ -217,6 +217,18 @@ def test_a_step_that_is_older_than_the_newest_is_refused_and_rewind_is_the_way_o
     assert manager.rewind(15) == []
 
 
+def test_rewind_goes_by_the_time_of_the_save_where_the_order_does(manage):
+    manager = manage(order="any")
+    for step in (30, 10, 20):
+        manager.save(step, state(step))
+    with pytest.raises(errors.InvalidRequestError, match=r"no step 15;.* 30, 10, 20"):
+        manager.rewind(15)
+    assert manager.all_steps() == [10, 20, 30]
+    assert manager.rewind(30) == [20, 10]
+    assert manager.all_steps() == [30]
+    assert manager.rewind(30) == []
+
+
 def test_no_order_deletes_a_tagged_step_without_force(manage):
     """The manager's `delete` and `rewind`, and `ray_dcp.delete`; `rm` has a test of its own."""
     manager = manage()

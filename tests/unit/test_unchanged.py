@@ -463,6 +463,42 @@ def test_a_store_s_copies_of_a_damaged_object_are_looked_at_one_by_one(caplog, m
     assert [holds(place / f"step-{step}", step) for step in (0, 1, 3)] == [True] * 3
 
 
+def test_the_mark_of_an_earlier_attempt_is_not_that_of_the_step_saved_again(tmp_path, monkeypatch):
+    model, _ = a_run(tmp_path, 1)
+    flip_shared(path_of(tmp_path, 0))
+    assert CliRunner().invoke(main, ["verify", "--mark", str(tmp_path)]).exit_code == 1
+    again = save(tmp_path, 0, {"model": model}, SaveOptions())  # whose plan has no settled files
+    save(tmp_path, 0, {"model": model})
+    assert [*(tmp_path / ".manager" / "damaged").iterdir()], "the mark of the first attempt is left"
+    new_process(monkeypatch)
+    assert shared(again, save(tmp_path, 1, {"model": model})) == 1
+    check_holds(path_of(tmp_path, 1), values_of({"model": model}))
+
+
+def test_a_manager_with_a_retention_names_damaged_steps_and_the_way_out(tmp_path, caplog):
+    how: dict[str, Any] = {"no_dist": True, "retention": LatestN(1)}
+    for step in (1, 2):
+        with CheckpointManager(tmp_path, 1, **how) as manager:
+            manager.save(step, state_of(step))
+        path = tmp_path / f"step-0000000{step}"
+        flip(next(path.glob("*.distcp")), 1000)
+        assert CliRunner().invoke(main, ["verify", "--mark", f"{tmp_path}@{step}"]).exit_code == 1
+    with CheckpointManager(tmp_path, 1, **how) as manager:
+        manager.save(3, state_of(3))
+        manager.join()
+        assert manager.all_steps() == [1, 2, 3]
+    assert "2 steps of " in caplog.text
+    assert ": 1, 2. `ray-dcp verify --mark RUN`" in caplog.text
+    for step in (1, 2):
+        assert CliRunner().invoke(main, ["rm", "--yes", f"{tmp_path}@{step}"]).exit_code == 0
+    caplog.clear()
+    with CheckpointManager(tmp_path, 1, **how) as manager:
+        manager.save(4, state_of(4))
+        manager.join()
+        assert manager.all_steps() == [4]
+    assert "marked as damaged" not in caplog.text
+
+
 def test_a_mark_is_set_and_cleared_by_verify(tmp_path):
     a_run(tmp_path, 2)
     command = CliRunner()
