@@ -44,7 +44,7 @@ DIRECTORY = tempfile.mkdtemp(prefix="rt", dir="/tmp")
 os.environ["RAY_TMPDIR"] = DIRECTORY
 
 # Why: a disk makes every save durable, which is half of the time of most tests, and more beside
-# others that write. `test_store_local` and `test_reshard` have the disk.
+# others that write. `test_store_local` has the disk.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -84,6 +86,12 @@ def server(servers: DevStore) -> DevStore:
 def place(server: DevStore) -> Location:
     """A place of its own on the S3 server."""
     return fresh_place(server)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that stays until the run ends: actors outlive a test, and look for its files."""
+    return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:30])
 
 
 @pytest.fixture

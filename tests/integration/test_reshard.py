@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +14,6 @@ from tests.support.programs import models as programs
 from tests.support.servers.s3 import fresh_place
 
 NUM_RANKS = 4
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder of a disk, which does some things otherwise than memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
 
 CHAINS = {
     "fsdp2 4-2-3-1-4": [("fsdp2", 4), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 1), ("fsdp2", 4)],
