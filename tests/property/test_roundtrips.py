@@ -31,7 +31,7 @@ from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import MemoryStorage
-from tests.support import wrapping
+from tests.support import module_ranks, wrapping
 from tests.support.format_cases import difference, table_of
 from tests.support.module_ranks import LAYOUTS
 from tests.support.programs.forks import Programs
@@ -309,7 +309,10 @@ def test_stock_items_of_any_stride_are_read_as_what_they_hold(data):
 
 # --- models, however they are wrapped and whoever shares them out ---------------------------------
 
-WRAPS = tuple(wrapping.WRAPPED) if os.environ.get("RAY_DCP_THOROUGH") else wrapping.FEW[1::2]
+if os.environ.get("RAY_DCP_THOROUGH"):
+    WRAPS = (*wrapping.WRAPPED, *module_ranks.OPTIMIZED)
+else:
+    WRAPS = (*wrapping.FEW[1::2], "compile+AC | DDP @ Lookahead")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 `python -m tests.support.module_ranks FOLDER WRAPS...` is one of four ranks with gloo, of which one,
 two or all train a model: as shards, replicas, or replicas of shards. Rank 0 prints one line of
-JSON: what is not as it was, by case.
+JSON: what is not as it was, by case. Wraps may name an optimizer: `AC | DDP @ Lookahead`.
 
 All ranks have the same data, and their numbers are powers of two, so that the mean of gradients is
 exact: losses are the same to the last digit whoever shares the model out.
@@ -16,12 +16,15 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import schedulefree
 import torch
 import torch.distributed as dist
 import torchmetrics
+from pytorch_optimizer import Lookahead, ScheduleFreeWrapper
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +33,40 @@ from tests.support.wrapping import wrapped
 
 LAYOUTS = (("2", "2x2"), ("2x2", "1"), ("1", "2"))
 """Which ranks save, and which ones load."""
+
+
+def _lookahead(parameters: Any) -> Any:
+    return Lookahead(torch.optim.AdamW(parameters, lr=0.01), k=2)
+
+
+def _schedule_free(parameters: Any) -> Any:
+    return ScheduleFreeWrapper(torch.optim.SGD(parameters, lr=0.01, momentum=0.5), momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.5),
+    "Adam amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "Adadelta": torch.optim.Adadelta,
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True),
+    "schedulefree": partial(schedulefree.AdamWScheduleFree, lr=0.01, foreach=False),
+    "Lookahead": _lookahead,
+    "ScheduleFreeWrapper": _schedule_free,
+}
+"""By name; a case that names none has AdamW."""
+
+OPTIMIZED = tuple(
+    f"{wraps} @ {name}"
+    for wraps in ("compile+AC | DDP", "compile+AC+FSDP2 | FSDP2", "compile+AC | FSDP1 orig+compile")
+    for name in OPTIMIZERS
+    if name != "AdamW"
+    # Why: Lookahead can't step DTensors, and saves of either over FSDP1 are refused.
+    if not (name == "Lookahead" and "FSDP" in wraps)
+    and not (name == "ScheduleFreeWrapper" and "FSDP1" in wraps)
+)
+"""Wraps and optimizers that are tried by hand."""
 
 
 class Notes(nn.Module):
@@ -51,10 +88,14 @@ class Job:
 
     def __init__(self, text: str, mesh: DeviceMesh, seed: int) -> None:
         torch.manual_seed(seed)
+        text, _, optimizer = text.partition(" @ ")
         net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh())
         self.model = wrapped(text, net, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.optimizer = OPTIMIZERS[optimizer or "AdamW"](self.model.parameters())
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
         self.notes = Notes()
         self.scores = torchmetrics.CatMetric()
         self.scores.persistent(True)
