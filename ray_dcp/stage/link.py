@@ -379,6 +379,7 @@ class _WindowObjects:
         self._window_bytes = window_bytes
         self._pin = pin
         self._refs: dict[int, Any] = {}
+        self._leases: list[Lease] = []
         self._free: list[Lease] = []
         self._begun: deque[tuple[int, Future[Any], Lease]] = deque()
 
@@ -393,6 +394,7 @@ class _WindowObjects:
             lease = _scratch.lease(self._window_bytes)
         except MemoryError as error:
             raise NoRoomError(str(error)) from error
+        self._leases.append(lease)
         for piece in range(-(-self._window_bytes // PIECE_BYTES)):
             lease.pin(self._pin, piece)
         return lease
@@ -427,7 +429,7 @@ class _WindowObjects:
 
     def __exit__(self, *_: object) -> None:
         wait_all([future for _, future, _ in self._begun])
-        for lease in (*self._free, *(lease for *_, lease in self._begun)):
+        for lease in self._leases:
             lease.release()
 
 

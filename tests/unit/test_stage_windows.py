@@ -529,9 +529,12 @@ def test_room_is_given_up_when_nothing_comes_from_the_device_any_more(where, scr
         return real(*arguments)
 
     setattr(owner, name, third_fails)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as kept:  # as whoever handles an error keeps its frames
         handed(what, link, filler)
+    assert kept.traceback
     assert link.calls == [("begin", 0), ("cancel", 0)]
+    assert driver.registered
+    assert scratch.idle_bytes == len(driver.registered) * SLOT
 
 
 def test_a_state_that_does_not_fit_is_told_with_the_way_out(caplog):
