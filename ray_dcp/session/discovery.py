@@ -20,7 +20,8 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from weakref import WeakKeyDictionary
 
 from ray_dcp.commit_protocol.error_aggregation import combine, name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.core.processes import begin
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -47,6 +49,7 @@ from ray_dcp.session.session import (
     group_name,
     job_store,
     named_address,
+    naming_lost_ranks,
     sessions,
 )
 from ray_dcp.session.socket_session import forget_key, join_by_store
@@ -272,23 +275,24 @@ def session_of(process_group: Any, timeout_s: float = FIRST_CALL_S) -> Session |
     with sessions.making(group):
         known, session = sessions.of(group)
         if not known:
-            if dist.get_rank(group) >= 0:
-                ranks, num_met = dist.get_process_group_ranks(group), _num_met.get(group, 0)
-                name = "world" if group is dist.group.WORLD else getattr(group, "group_name", "")
-                await_group(
-                    job_store(),
-                    ranks,
-                    dist.get_rank(),
-                    timeout_s=timeout_s,
-                    name=f"{name}/{num_met}",
-                )
-                _num_met[group] = num_met + 1
-            session = _make(dist, group)
+            with naming_lost_ranks(dist.get_rank()):
+                _meet(dist, group, timeout_s)
+                session = _make(dist, group, timeout_s)
             sessions.set(group, session)
     return session
 
 
-def _make(dist: Any, group: Any) -> Session | None:
+def _meet(dist: Any, group: Any, timeout_s: float) -> None:
+    """Waits for the other ranks of a group to make its session."""
+    if dist.get_rank(group) < 0:
+        return
+    ranks, num_met = dist.get_process_group_ranks(group), _num_met.get(group, 0)
+    name = "world" if group is dist.group.WORLD else getattr(group, "group_name", "")
+    await_group(job_store(), ranks, dist.get_rank(), timeout_s=timeout_s, name=f"{name}/{num_met}")
+    _num_met[group] = num_met + 1
+
+
+def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidRequestError(
@@ -303,7 +307,9 @@ def _make(dist: Any, group: Any) -> Session | None:
     invite = partial(_invite, dist, group)
     call, error = result_or_error(invite, "using Ray", 0) if rank == 0 else (None, None)
     box: list[Any] = [call or error]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    root = dist.get_global_rank(group, 0)
+    together = partial(_together, dist.get_rank(), timeout_s)
+    together(partial(dist.broadcast_object_list, box, src=root, group=group))
     session = None
     if isinstance(box[0], _Invite):
         join = partial(_join_session, box[0], rank, world_size)
@@ -311,7 +317,7 @@ def _make(dist: Any, group: Any) -> Session | None:
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
-    dist.all_gather_object(errors, error, group=group)
+    together(partial(dist.all_gather_object, errors, error, group=group))
     if rank == 0 and isinstance(call, _Invite) and call.address is None:
         forget_key(job_store(), call.name)
     failed = {index: found for index, found in enumerate(errors) if found is not None}
@@ -320,6 +326,26 @@ def _make(dist: Any, group: Any) -> Session | None:
             session.close()
         raise combine(failed, None)
     return session
+
+
+def _together(rank: int, timeout_s: float, collective: Callable[[], object]) -> None:
+    """Makes a collective call of torch with a deadline.
+
+    *Why*: where a worker process of a rank that was killed outlives it, its connections stay open,
+    and torch waits for its own timeout, half an hour.
+
+    Raises:
+        DeadlineError: It did not end in time.
+    """
+    try:
+        begin(collective, "session").result(timeout_s)
+    except futures.TimeoutError:
+        raise DeadlineError(
+            f"Expected all ranks to answer rank {rank} within {timeout_s:g} s (plan_timeout_s) "
+            f"while the ranks make their session, but some did not. Look which has ended, most "
+            f"likely rank 0: its log says why",
+            rank=rank,
+        ) from None
 
 
 def _invite(dist: Any, group: Any) -> _Invite:

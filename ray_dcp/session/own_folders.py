@@ -43,7 +43,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import result_or_error
 from ray_dcp.session.activity import Activity
-from ray_dcp.session.session import Session, job_store, sessions
+from ray_dcp.session.session import Session, job_store, naming_lost_ranks, sessions
 from ray_dcp.session.socket_session import forget_key, join_by_store
 from ray_dcp.store.opening import open_storage
 
@@ -201,9 +201,10 @@ def _hosted(session: Session, word: str, options: SaveOptions | LoadOptions) -> 
 
 
 def _host(session: Session, word: str, options: SaveOptions | LoadOptions) -> Session:
-    store, name = job_store() if _has_store() else None, f"{session.name}/folders-{word}"
+    name = f"{session.name}/folders-{word}"
 
     def join() -> Session:
+        store = job_store() if _has_store() else None
         if store is None:
             raise InvalidRequestError(
                 f"Expected one place for all ranks, or a torch process group by which they reach "
@@ -211,7 +212,8 @@ def _host(session: Session, word: str, options: SaveOptions | LoadOptions) -> Se
                 f"TorchTrainer does; or, {WAY_OUT}",
                 key="checkpoint_id",
             )
-        return join_by_store(store, name, session.rank, session.world_size, performer=_perform)
+        with naming_lost_ranks(session.rank):
+            return join_by_store(store, name, session.rank, session.world_size, performer=_perform)
 
     hosted, error = result_or_error(join, "reaching rank 0", session.rank)
     try:
@@ -220,8 +222,8 @@ def _host(session: Session, word: str, options: SaveOptions | LoadOptions) -> Se
         if hosted is not None:
             hosted.close()
         raise
-    if session.rank == 0:
-        forget_key(store, name)
+    if session.rank == 0 and hosted is not None:
+        forget_key(job_store(), name)
     if hosted is None:
         raise InvalidRequestError(f"Rank 0 can't be reached; {WAY_OUT}", rank=session.rank)
     return hosted

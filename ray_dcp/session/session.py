@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import platform
 import secrets
 import sys
 import threading
@@ -35,8 +36,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray_dcp.commit_protocol.error_aggregation import Opening
@@ -52,7 +54,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.loop import CoordinatorLoop, LoopThread
 from ray_dcp.coordinator.metrics import Performer
-from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock, wait_any
+from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock, begin, wait_any
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -541,6 +543,9 @@ def job_store() -> Any:
 
     Each call returns a client of its own. *Why*: a client that waits holds a lock, without which
     another thread can't write what this one waits for.
+
+    Raises:
+        ConnectionError: Nobody serves it any more.
     """
     try:
         from torch.distributed import distributed_c10d
@@ -548,7 +553,44 @@ def job_store() -> Any:
         return None
     get = getattr(distributed_c10d, "_get_default_store", None)
     store: Any = None if get is None else get()
-    return store.clone() if hasattr(store, "clone") else store
+    if not hasattr(store, "clone"):
+        return store
+    # Why a thread: torch tries for as long as the store's timeout, half an hour, also to reach a
+    # process that has ended. The thread ends with that.
+    try:
+        return begin(store.clone, "torch's store").result(_STORE_S)
+    except futures.TimeoutError:
+        raise ConnectionError(
+            f"torch's store (MASTER_ADDR) accepts no connection within {_STORE_S:g} s"
+        ) from None
+
+
+_STORE_S = 20.0
+"""How long the store of a job may take to accept a client, in seconds."""
+
+
+@contextmanager
+def naming_lost_ranks(rank: int) -> Iterator[None]:
+    """Raises `ParticipantError` if torch's store or process group fails in the block.
+
+    *Why*: whoever serves the store, which is rank 0 or the agent of torchrun, may have ended; and
+    torch's collectives fail on all ranks if one has. Which one, torch does not say.
+
+    Args:
+        rank: This rank.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (RuntimeError, ConnectionError) as error:  # torch's errors are RuntimeErrors
+        told = str(error).partition("\n")[0]
+        raise ParticipantError(
+            f"Expected all ranks to live while the ranks make their session, but rank {rank} on "
+            f"{platform.node()} got {type(error).__name__} from torch: {told}. Another rank has "
+            f"ended; most likely rank 0, or the process that serves torch's store (MASTER_ADDR). "
+            f"Its log says why"
+        ) from error
 
 
 def await_keys(store: Any, keys: Sequence[str], timeout_s: float) -> list[str]:
@@ -585,12 +627,21 @@ def announce_connect(connected: bool = True) -> None:
 
     Args:
         connected: False removes the record: the rank closed its session, or could not connect.
+
+    Raises:
+        ParticipantError: The store has ended.
     """
-    store, rank = job_place()
-    if store is not None and connected:
-        store.set(f"{JOB_KEY}/connect/{rank}", "connect")
-    elif store is not None:
-        store.delete_key(f"{JOB_KEY}/connect/{rank}")
+    if connected:
+        store, rank = job_place()
+        if store is not None:
+            with naming_lost_ranks(rank or 0):
+                store.set(f"{JOB_KEY}/connect/{rank}", "connect")
+        return
+    # Suppressed: where the store has ended, nobody looks for it.
+    with suppress(RuntimeError, ConnectionError):
+        store, rank = job_place()
+        if store is not None:
+            store.delete_key(f"{JOB_KEY}/connect/{rank}")
 
 
 RANK = 0

@@ -173,6 +173,20 @@ def test_rank_0_that_is_killed_while_it_writes_fails_the_save_and_the_next_by_na
     check_aborted(tmp_path)
 
 
+@pytest.mark.parametrize("when", ["comes", "invites", "joins"])
+def test_rank_0_that_is_killed_while_the_session_is_made_fails_the_save_by_name(
+    when: str, tmp_path: Path, programs: Programs
+):
+    """It serves the store by which the others meet."""
+    for facts in struck(f"0 {when} sync", tmp_path, programs):
+        assert facts["after_s"] < SOON_S
+        for place in ("second", "third"):
+            kind, _, message = facts[place]
+            # A worker process of rank 0 keeps its connections open: some waits end at the deadline.
+            assert kind in ("ParticipantError", "DeadlineError")
+            assert "rank 0" in message or "these did not" in message
+
+
 def test_rank_0_that_is_killed_when_it_has_committed_fails_nothing_that_stands(
     tmp_path: Path, programs: Programs
 ):

@@ -29,6 +29,7 @@ from ray_dcp.commit_protocol.commands import CreateRecord
 from ray_dcp.coordinator import loop
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank import rank_save
+from ray_dcp.session import discovery
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.session import job_store
 from tests.support.processes import eventually
@@ -76,6 +77,14 @@ def reshard(folder: str) -> dict[str, Any]:
     }
 
 
+MEETINGS = {"comes": "await_group", "invites": "_make", "joins": "_join_session"}
+"""Before which call of its first save a rank dies."""
+
+
+MEETING_S = 20.0
+"""`plan_timeout_s` of saves in which the session is made."""
+
+
 def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
     """Saves twice, while a rank is struck; tells how that ended, and how long after the blow."""
     blow = Path(folder, "blow")
@@ -94,6 +103,8 @@ def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
     if is_victim:
         if when == "before":
             strike(signal.SIGKILL)()
+        elif when in MEETINGS:
+            setattr(discovery, MEETINGS[when], strike(signal.SIGKILL))
         elif when == "freezes":
             rank_save.write_part = strike(signal.SIGSTOP)
         elif when == "committed":
@@ -113,7 +124,8 @@ def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
     # Why once: a frozen rank that never joined is only missing at the deadline of planning.
     for place in ("second", "third") if when != "freezes" else ("second",):
         try:
-            options = SaveOptions(heartbeat_timeout_s=HEARTBEAT_S)
+            bounds = {"plan_timeout_s": MEETING_S} if when in MEETINGS else {}
+            options = SaveOptions(heartbeat_timeout_s=HEARTBEAT_S, **bounds)
             if mode == "async":
                 saving = ray_dcp.async_save(
                     state, checkpoint_id=f"{folder}/{place}", options=options
@@ -232,8 +244,9 @@ def main(what: str, folder: str) -> None:
     elif what == "first_calls_of_threads":
         facts = first_calls_of_threads(folder)
     else:
-        ray_dcp.save({"first": torch.ones(3)}, checkpoint_id=f"{folder}/first")
         victim, _, what = what.partition(" ")
+        if what.partition(" ")[0] not in MEETINGS:
+            ray_dcp.save({"first": torch.ones(3)}, checkpoint_id=f"{folder}/first")
         if rank == int(victim):
             # A worker of a data loader may outlive its parent, with all that it inherited.
             worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
