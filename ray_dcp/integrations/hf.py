@@ -143,7 +143,7 @@ class RayDcpCallback(TrainerCallback):
             return
         found = _state_of(kwargs["model"], kwargs["optimizer"], kwargs.get("lr_scheduler"))
         # Why "auto" again: weights may be damaged where the Trainer's state is not.
-        wanted = self._resume if run.saved is None or run.falls_back else run.saved.step
+        wanted: Any = self._resume if run.saved is None or run.falls_back else run.saved.step
         try:
             report = self._manager.restore(wanted, found)
         except CheckpointNotFoundError:
