@@ -9,7 +9,8 @@ What it reads, it reads after the commit, in threads of its own: the manifest an
 rank's own files; then, at low priority, all bytes of files that come due. A process that goes on
 with a run reads the files of its newest steps for `WAIT_S`, and writes what it could not read.
 What can't be read is not known, and costs bytes. After damage was found in the run, by whatever
-part of this process, nothing is known any more, and the next save writes everything.
+part of this process, or by another one that marked a step, nothing is known any more, and the next
+save writes everything.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class _Run:
     reading: Future[None] | None = None
     checking: Future[None] | None = None
     """Reads the bytes of files."""
+    marks: frozenset[tuple[int, str]] = frozenset()
+    """Damage marks that the sources take into account."""
     num_damaged: int = 0
     """`DAMAGE.count` when the sources were found."""
     num_distrusted: int = 0
@@ -140,6 +143,17 @@ class _Run:
         if DAMAGE.has_below(self.url, self.num_damaged):
             self.distrust()
         self.num_damaged = count
+
+    def look_for_marks(self, opener: Callable[[Target], Storage]) -> None:
+        """Drops all sources if any process marked a step since, or the marks can't be read."""
+        try:
+            marks = read_marks(self.target, opener)
+        except CheckpointError:
+            self.distrust()
+            return
+        if marks - self.marks:
+            self.distrust()
+        self.marks = marks
 
     def add(self, layout: bytes, source: _Source, num_distrusted: int) -> None:
         """Adds a source, or replaces what is known of it, unless damage was found since."""
@@ -232,6 +246,8 @@ class RunHistory:
         """
         with self._lock:
             run = self._runs["/*".join(_run_of(place_of(opener(target))))]
+        run.look_for_marks(opener)
+        with self._lock:
             run.look_for_damage()
             self._planned[go.attempt] = _Planned(
                 run, target, go.plan, go.digest, columns, num_deferred, _now_s(),
@@ -328,7 +344,7 @@ def _find(run: _Run, target: Target, opener: Callable[[Target], Storage]) -> Non
     """
     root, item = _run_of(target.url)
     folders = folders_in(opener(run.target))
-    marks = read_marks(run.target, opener)
+    marks = run.marks = read_marks(run.target, opener)
     numbered = ((step_of(one), one) for one in folders)
     steps = sorted(one for one in numbered if one[0] is not None)
     urls = [target.url, *(f"{root}/{name}{item}" for _, name in reversed(steps))]
@@ -443,6 +459,7 @@ def _report_damage(run: _Run, source: _Source, opener: Callable[[Target], Storag
     what = "The next save writes everything anew"
     try:
         steps = committed_steps_with(run.target, key, opener, is_damaged)
+        run.marks |= {*steps.items()}
         mark_damaged(run.target, steps, "steps were found damaged", opener)
     except CheckpointError as error:
         what = f"They could not be marked: {error}. {what}"
@@ -504,8 +521,6 @@ def _record_save(
             found[file.file] = known
     run.guesses = {**run.guesses, **_guess_settled(save, before, found)}
     run.plan, run.checks = save.digest, found
-    if run.sources and _mark_of(save.target, record, opener) in read_marks(run.target, opener):
-        run.distrust()
     if run.checking is None or run.checking.done():
         due = partial(_check_due, run, opener)
         run.checking = begin(partial(_checked, due), "ray_dcp reads what was linked")

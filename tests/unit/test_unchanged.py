@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -473,6 +475,23 @@ def test_the_mark_of_an_earlier_attempt_is_not_that_of_the_step_saved_again(tmp_
     new_process(monkeypatch)
     assert shared(again, save(tmp_path, 1, {"model": model})) == 1
     check_holds(path_of(tmp_path, 1), values_of({"model": model}))
+
+
+def test_a_mark_that_another_process_sets_ends_linking_at_once_and_for_one_save(tmp_path):
+    model, _ = a_run(tmp_path, 2)
+    session_alone().history.wait()
+    flip_shared(path_of(tmp_path, 1))
+    command = [sys.executable, "-m", "ray_dcp", "verify", "--mark", str(tmp_path)]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 1
+    new, links = [], []
+    for step in (2, 3):
+        model.set_step(step)
+        new.append(save(tmp_path, step, {"model": model}))
+        session_alone().history.wait()
+        links.append(shared(path_of(tmp_path, 1), new[-1]))
+        check_holds(new[-1], values_of({"model": model}))
+    assert links == [0, 0]
+    assert shared(*new) == 1
 
 
 def test_a_manager_with_a_retention_names_damaged_steps_and_the_way_out(tmp_path, caplog):
