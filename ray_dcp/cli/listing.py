@@ -21,7 +21,7 @@ from typing import Any, Literal
 import click
 
 import ray_dcp
-from ray_dcp.cli.main import INTERRUPTED, JSON
+from ray_dcp.cli.main import JSON, exit_code_of
 from ray_dcp.cli.output import fitted, progress, says, styled, table, told
 from ray_dcp.cli.places import PLACE, check_answers, run_at, written
 from ray_dcp.commit_protocol.messages import Target
@@ -230,8 +230,8 @@ def watch(root: str, interval: float, looks: int | None) -> None:
             sys.stdout.flush()
             before = {step.name: step.state for step in run}
             number += 1
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)  # without a message: it is the normal end
+    except KeyboardInterrupt as error:
+        sys.exit(exit_code_of(error))  # without a message: it is the normal end
 
 
 def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:

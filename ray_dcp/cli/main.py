@@ -1,8 +1,9 @@
 """The `ray-dcp` command: its subcommands, which are imported when they are called, and exit codes.
 
 Exit codes: 0, success. 1, the checkpoint is damaged. 2, the call is invalid, there is no
-checkpoint, the storage failed, or the output could not be written. 130, interrupted by Ctrl-C. 141,
-the reader of the output has ended. Commands that only read import neither torch nor Ray.
+checkpoint, the storage failed, or the output could not be written. 130, interrupted by Ctrl-C; 129
+and 143, by SIGHUP (a closed terminal) and SIGTERM. 141, the reader of the output has ended.
+Commands that only read import neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import codecs
 import errno
 import importlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import click
@@ -82,6 +84,49 @@ OPTIONS = {
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """Exit codes of a program ended by a signal: 128 plus the number of SIGINT or SIGPIPE."""
+_BY_SIGNAL = (129, 143)
+"""The same of SIGHUP and SIGTERM."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP was received: what was begun is taken back, as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Returns the exit code after an interrupt."""
+    return error.exit_code if isinstance(error, Terminated) else INTERRUPTED
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raises `Terminated` in the block at the first SIGTERM or SIGHUP.
+
+    Later ones are ignored: a closed terminal sends several, and the cleanup must not be cut short.
+    A signal that was ignored before, as by `nohup`, stays so.
+    """
+    before: dict[signal.Signals, Any] = {}
+
+    def received(number: int, frame: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise Terminated(number)
+
+    # Suppressed: another thread than the main one can't be interrupted.
+    with suppress(ValueError):
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, received)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is received:
+                signal.signal(number, handler)
 
 
 class Failure(click.ClickException):
@@ -146,18 +191,21 @@ class LazyGroup(click.Group):
             return run(*args, standalone_mode=False, **extra)
         code: Any = 2
         try:
-            _open_streams()
-            # Why not click's own handling: it exits with 1 on a closed pipe and on Ctrl-C.
-            code = run(*args, standalone_mode=False, **extra)
+            with _terminable():
+                _open_streams()
+                # Why not click's own handling: it exits with 1 on a closed pipe and on Ctrl-C.
+                code = run(*args, standalone_mode=False, **extra)
         except click.ClickException as error:
             code = error.exit_code
             try:
                 error.show()
             except OSError:
-                code = 2
-                click.echo(f"Error: {error.format_message()}", err=True)
-        except (click.Abort, KeyboardInterrupt):
-            code = INTERRUPTED
+                # Why: after SIGHUP there is no terminal any more.
+                code = code if code > 128 else 2
+                with suppress(OSError):
+                    click.echo(f"Error: {error.format_message()}", err=True)
+        except (click.Abort, KeyboardInterrupt) as error:
+            code = exit_code_of(error.__cause__ if isinstance(error, click.Abort) else error)
         except SystemExit as error:
             code = error.code
         try:
@@ -166,7 +214,7 @@ class LazyGroup(click.Group):
         except (OSError, ValueError, KeyboardInterrupt) as error:
             # Other lost output was reported above.
             codes = {BrokenPipeError: PIPE_CLOSED, KeyboardInterrupt: INTERRUPTED}
-            code = codes.get(type(error), code)
+            code = code if code in _BY_SIGNAL else codes.get(type(error), code)
             _drop_output()
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -271,10 +319,13 @@ def _failure(error: BaseException) -> Failure:
                 text = text.encode(errors="backslashreplace").decode()
             return Failure(text, code, **told)
         case KeyboardInterrupt():
-            return Failure("interrupted; what was begun was taken back", INTERRUPTED, **told)
+            how = str(error) if isinstance(error, Terminated) else ""
+            text = f"interrupted{f' by {how}' * bool(how)}; what was begun was taken back"
+            return Failure(text, exit_code_of(error), **told)
         case click.Abort():
             is_interrupted = isinstance(error.__context__, KeyboardInterrupt)
-            return Failure("nothing was done", INTERRUPTED if is_interrupted else 2, **told)
+            code = exit_code_of(error.__context__) if is_interrupted else 2
+            return Failure("nothing was done", code, **told)
         case click.UsageError():
             path = error.ctx.command_path if error.ctx else "ray-dcp"
             return Failure(f"{error.format_message()} See {path} --help", **told)
@@ -313,5 +364,6 @@ def main() -> None:
     A checkpoint is named by its path or URL, or as RUN@STEP: run@latest, run@best, run@best:loss,
     run@500, run@TAG. Commands that write accept --dry-run. Tables are fitted to the terminal.
 
-    Exit status: 0 success, 1 the checkpoint is damaged, 130 interrupted by Ctrl-C, 2 anything else.
+    Exit status: 0 success, 1 the checkpoint is damaged, 130 interrupted by Ctrl-C (129 by SIGHUP,
+    143 by SIGTERM), 2 anything else.
     """

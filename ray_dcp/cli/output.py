@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ray_dcp.cli.main import INTERRUPTED, JSON
+from ray_dcp.cli.main import INTERRUPTED, JSON, exit_code_of
 from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.progress import Meter, reporting
@@ -54,10 +54,16 @@ def told(value: Any, *lines: str) -> None:
 
 
 def interrupted(value: dict[str, Any], *lines: str) -> NoReturn:
-    """Prints the partial result after Ctrl-C, and ends the command."""
-    told({**value, "interrupted": True}, *lines)
-    click.echo("Error: interrupted", err=True)
-    sys.exit(INTERRUPTED)
+    """Prints the partial result after Ctrl-C or another signal, and ends the command."""
+    code = exit_code_of(sys.exc_info()[1])
+    try:
+        told({**value, "interrupted": True}, *lines)
+        click.echo("Error: interrupted", err=True)
+    except OSError:
+        # After SIGHUP there is no terminal any more.
+        if code == INTERRUPTED:
+            raise
+    sys.exit(code)
 
 
 def screen_width() -> int | None:

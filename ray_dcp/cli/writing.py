@@ -5,6 +5,7 @@ They import torch only where they write tensors, and never Ray.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -34,7 +35,6 @@ from ray_dcp.cli.places import (
     address_of,
     addresses_of,
     check_answers,
-    checkpoint_at,
     kept,
     run_at,
     step_at,
@@ -59,12 +59,15 @@ from ray_dcp.format.names import (
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.records import RESERVE, keep_reserve
+from ray_dcp.place.done_marks import marks_removed_last
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.transform.exporting import (
     ExportFormat,
     check_source,
+    check_writable,
     copied_bytes,
     import_checkpoint,
     plan_export,
@@ -136,7 +139,7 @@ def export(
     choice: dict[str, Any] = {"include": include, "dtype": dtype, "strip_prefix": strip_prefix}
     plan = plan_export(view, target, form, **choice)
     if not dry_run:
-        with progress("exporting", target) as meter, kept(address.place):
+        with marks_removed_last(), progress("exporting", target) as meter, kept(address.place):
             export_checkpoint(address.place, target, form, **choice, progress=meter)
     verb = "would write" if dry_run else "wrote"
     objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
@@ -173,26 +176,23 @@ def import_(
 
     A folder contains safetensors files or a checkpoint of stock DCP.
     """
-    from ray_dcp.transform.copying import check_free
-
     check_source(source)
     check_answers(target)
     check_no_step(target, "target")
-    check_free(open_storage(target))
+    check_writable(target)
     value = {"source": source, "target": target, "dry_run": dry_run}
     if dry_run:
         told(value, f"would save {source} to {target}")
         return
     with progress("importing", target) as meter:
         try:
-            import_checkpoint(
+            view = import_checkpoint(
                 source, target,
                 include=include, dtype=dtype, weights_only=not unsafe, progress=meter,
             )  # fmt: skip
         except UnsafeCheckpointError as error:
             error.message = error.message.replace("pass weights_only=False", "give --unsafe")
             raise
-    view = checkpoint_at(target)
     counts = {"num_tensors": len(view.tensors), "num_objects": len(view.objects)}
     told(
         {**value, **counts, "num_bytes": view.num_bytes},
@@ -211,12 +211,21 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
 
     SOURCE may be a run: its steps are copied below TARGET, oldest first, with their tags and notes.
     A copy becomes visible when it is complete and durable; an interrupted copy leaves nothing.
-    Steps that were copied before are skipped, so that an interrupted command can be repeated. A
-    damaged step is not copied, and the exit status is 1.
+    Steps that were copied before are skipped, so that an interrupted command can be repeated, also
+    one that was killed. A damaged step is not copied, and the exit status is 1; where TARGET has
+    another checkpoint for a step, that step is not copied, and it is 2. Steps in TARGET itself are
+    no part of the run.
     """
     check_answers(target)
     check_no_step(target, "target")
     is_run, found = addresses_of(source)
+    if is_run:
+        found = [one for one in found if not _is_below(one.place, target, source)]
+        if not found:
+            raise InvalidRequestError(
+                f"expected steps to copy in {source}, found only those in the target {target}: "
+                f"choose another target"
+            )
     copies = []
     for one in found:
         name = one.step.name if is_run and one.step is not None else ""
@@ -257,8 +266,25 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     lines += ["ok"] if verify and not problems else []
     told({**_copy_result(value, copies), "problems": problems}, *lines)
     if problems:
-        is_unread = all(isinstance(error, StorageError) for error in failures)
+        others = (StorageError, CheckpointExistsError)
+        is_unread = all(isinstance(error, others) for error in failures)
         sys.exit(2 if is_unread and not damages else 1)
+
+
+def _is_below(place: AnyPlace, target: str, source: str) -> bool:
+    """Returns whether a step of a run lies in the target of the run's copy, and not the run itself.
+
+    Symbolic links and other spellings of one place are the same place.
+    """
+    step, to, run = (_real(one) for one in (place, target, source))
+    return to != run and step.startswith(f"{to}/") and to.startswith(f"{run}/")
+
+
+def _real(place: AnyPlace) -> str:
+    """Returns a path or URL without symbolic links, and without slashes at its end."""
+    storage = open_storage(place)
+    url = os.path.realpath(storage.url) if isinstance(storage, LocalStorage) else storage.url
+    return url.rstrip("/")
 
 
 class _Copy:
@@ -290,18 +316,28 @@ class _Copy:
             CheckpointExistsError: The target contains another checkpoint.
             CheckpointError: The checkpoint can't be copied.
         """
-        from ray_dcp.transform.copying import check_free
 
         def look() -> None:
             view = self.source.open("" if self.in_run else text)
-            if self.in_run and copied_bytes(view, self._target) is not None:
+            with still_there(view):
+                folders = ("", *items_of(view.storage, view.checkpoint))
+            # Why not there yet: a copy that was killed left a lease, and maybe more to do.
+            is_left = any(map(self._has_lease, folders))
+            if not is_left and copied_bytes(view, self._target) is not None:
                 self.state = "there"
                 return
             with still_there(view):
                 self.num_files, self.num_bytes = _count_files(view)
-            check_free(open_storage(self._target))
+            if not is_left:
+                check_writable(self._target)
 
         self._try(look)
+
+    def _has_lease(self, folder: str) -> bool:
+        from ray_dcp.place.target_lease import leases_at
+
+        place = place_below(self._target, folder) if folder else self._target
+        return bool(leases_at(open_storage(place)))
 
     def run(self, target: str, meter: Meter, number: int, *, verify: bool) -> None:
         """Copies the checkpoint, with its tags and its note.
@@ -350,16 +386,24 @@ class _Copy:
                     raise
                 self.state = "gone"
                 return None
+            except CheckpointExistsError as error:
+                if not self.in_run:
+                    raise
+                self._failed(error)
+                return None
             except (DamagedCheckpointError, StorageError) as error:
                 # Why continue: a damaged step does not affect the others. An error of the target
                 # would affect all of them, and is raised.
                 is_unread = self.source.step is not None and self.source.step.state == "unreadable"
                 if not self.in_run or (isinstance(error, StorageError) and not is_unread):
                     raise
-                self.state, self.failure, self.num_files = "failed", error, 0
-                error.message = f"{self.source.name}: {error.message}"
+                self._failed(error)
                 return None
         return None
+
+    def _failed(self, error: CheckpointError) -> None:
+        self.state, self.failure, self.num_files = "failed", error, 0
+        error.message = f"{self.source.name}: {error.message}"
 
 
 def _copy_lines(source: str, target: str, copies: Sequence[_Copy], verb: str) -> list[str]:
@@ -369,6 +413,8 @@ def _copy_lines(source: str, target: str, copies: Sequence[_Copy], verb: str) ->
     todo = [copy for copy in copies if copy.state == counted]
     size = size_text(sum(copy.num_bytes for copy in todo))
     if not copies[0].in_run:
+        if copies[0].state == "there":
+            return [f"{target} is a copy of {copies[0].source.name} already"]
         return [f"{verb} {copies[0].source.name}, {size}, to {target}"] if todo else []
     steps = count_text(len(todo), "step")
     lines = [f"{verb} {steps} of {source}, {size}, to {target}"]
@@ -464,15 +510,14 @@ def average(
     """
     from ray_dcp.transform.averaging import average as average_checkpoints
     from ray_dcp.transform.averaging import decayed, plan_average
-    from ray_dcp.transform.copying import check_free
 
     if weights and ema is not None:
         raise InvalidRequestError("give --weights or --ema, not both")
     addresses = _newest(sources, last) if last is not None else [address_of(one) for one in sources]
     check_answers(out)
-    check_free(open_storage(out))
+    check_writable(out)
     numbers = decayed(ema, len(addresses)) if ema is not None else weights or None
-    with ExitStack() as stack:
+    with marks_removed_last(), ExitStack() as stack:
         for address in addresses:
             stack.enter_context(kept(address.place))
         named = zip(addresses, sources if last is None else [""] * len(addresses), strict=True)

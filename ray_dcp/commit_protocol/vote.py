@@ -233,15 +233,19 @@ MOST_DECIDED = 64
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
 """Pattern of attempt ids; see `coordinator.tasks.new_attempt`."""
+LEASE = re.compile(r"writing-(?P<number>[0-9]{8,16})\.json")
+"""Lease of a command that writes to a place; see `place.target_lease`."""
 _TEMP = re.compile(r"\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
-Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
+Kind = Literal["data", "table", "record", "metadata", "temp", "trace", "lease"]
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("data", re.compile(rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp")),
     ("table", re.compile(rf"chunks\.{_ATTEMPT}\.table")),
     ("trace", re.compile(rf"trace\.{_ATTEMPT}\.json")),
 )
-_ORDER: dict[Kind, int] = {"data": 0, "temp": 0, "trace": 0, "table": 1, "record": 2, "metadata": 3}
+_ORDER: dict[Kind, int] = {
+    "data": 0, "temp": 0, "trace": 0, "table": 1, "record": 2, "metadata": 3, "lease": 3
+}  # fmt: skip
 
 
 class Owned(NamedTuple):
@@ -249,9 +253,11 @@ class Owned(NamedTuple):
 
     kind: Kind
     """Kind of file. `temp`: an unpublished file of a writer that is running or crashed. `trace`:
-    written after the commit of its attempt, so its attempt is never unfinished."""
+    written after the commit of its attempt, so its attempt is never unfinished. `lease`: that of a
+    command that writes here."""
     attempt: str | None = None
-    """None if the name has no attempt: records, `.metadata` and temporary files of these."""
+    """None if the name has no attempt: records, leases, `.metadata` and temporary files of
+    these."""
 
 
 @dataclass(frozen=True)
@@ -291,11 +297,15 @@ def owner_of(key: str) -> Owned | None:
     temp = _TEMP.fullmatch(key)
     if temp is not None:
         owned = owner_of(temp["name"])
+        if info_slot(temp["name"]) is not None:
+            return Owned("temp")
         return None if owned is None or owned.kind == "temp" else Owned("temp", owned.attempt)
     if key == _METADATA:
         return Owned("metadata")
     if slot_of(key) is not None:
         return Owned("record")
+    if LEASE.fullmatch(key) is not None:
+        return Owned("lease")
     found = ((kind, pattern.fullmatch(key)) for kind, pattern in _NAMES)
     return next((Owned(kind, match["attempt"]) for kind, match in found if match), None)
 
@@ -320,13 +330,15 @@ def left_by_others(keys: Iterable[str], *, last_slot: int) -> tuple[str, ...]:
 
     Returns:
         The keys in the order in which to delete them, without `.metadata`, which the commit
-        replaces.
+        replaces, and leases, which end with their holders.
     """
     found = [(owner_of(key), key) for key in keys]
     left = [
         (owned, key)
         for owned, key in found
-        if owned is not None and owned.kind != "metadata" and (slot_of(key) or 0) <= last_slot
+        if owned is not None
+        and owned.kind not in ("metadata", "lease")
+        and (slot_of(key) or 0) <= last_slot
     ]
     return _in_order(left)
 
@@ -376,18 +388,18 @@ def sweep(
         keys: All keys at the place, with unpublished files.
         standing: Manifest of the current checkpoint; None if there is none.
         last_slot: `previous_slot` of the deciding record: records up to it can be deleted.
-        dead: Attempts that will never be the checkpoint (again).
+        dead: Attempts that will never be the checkpoint (again), and leases of dead processes.
         all_dead: Treat all attempts except that of `standing` as dead, even those that no record
             names.
-        anonymous: Also delete temporary files of records and `.metadata`. If a process is writing
-            one, that write fails and is retried.
+        anonymous: Also delete leases, and temporary files of records, leases and `.metadata`. If a
+            process is writing one, that write fails and is retried.
         named: Attempts whose files are kept in any case, with the reason.
     """
     own = None if standing is None else standing.attempt
     needed = set() if standing is None else {entry.key for entry in standing.files}
     needed |= set() if standing is None else {standing.table.key}
     needed |= set() if own is None else {trace_key(own)}
-    known = {*dead, *(() if own is None else (own,))}
+    known: set[str | None] = {*dead, *(() if own is None else (own,))}
     delete: list[tuple[Owned, str]] = []
     kept: list[KeptFile] = []
     unfinished: set[str] = set()
@@ -405,7 +417,7 @@ def sweep(
             delete.append((owned, key))
         elif owned.attempt is not None and owned.attempt in (named or {}):
             kept.append(KeptFile(key, (named or {})[owned.attempt]))
-        elif all_dead or owned.attempt in known or (owned.attempt is None and anonymous):
+        elif all_dead or {owned.attempt, key} & known or (owned.attempt is None and anonymous):
             delete.append((owned, key))
         elif owned.attempt is None:
             kept.append(KeptFile(key, "somebody may be writing it"))

@@ -46,8 +46,8 @@ class LeaseHolder:
     """Path or URL of the run as this process names it. A copy of a run contains a copy of its
     lease, which this reveals."""
 
-    def encode(self, beat: int = 0, **more: float) -> bytes:
-        """Returns the stored form, with additional numbers."""
+    def encode(self, beat: int = 0, **more: float | str) -> bytes:
+        """Returns the stored form, with additional values."""
         return to_json({**asdict(self), "beat": beat, **more}, sort_keys=True).encode()
 
     @classmethod

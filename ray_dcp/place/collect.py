@@ -22,6 +22,7 @@ from ray_dcp.place.listing import (
 )
 from ray_dcp.place.outcome import settle
 from ray_dcp.place.stock_metadata import republish
+from ray_dcp.place.target_lease import ended_leases
 from ray_dcp.place.voting import Opener
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, target_of
@@ -42,6 +43,8 @@ def collect(
 
     A save does this itself after its commit; this function is for interrupted saves that no other
     save follows. The current checkpoint is kept, and so are attempts that may still be committed.
+    What a `copy`, `average`, `import` or `export` left is deleted if its process is known to be
+    dead.
 
     Args:
         path: Path or URL of one checkpoint.
@@ -76,18 +79,28 @@ def collect(
     check_ours(place)
     check_readable(place, "collected")
     warnings = [] if dry_run else _publish_metadata(place, target)
-    found = find_dead(place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run)
     fenced: tuple[str, ...] = ()
+    # What commands left whose processes are dead: nobody else can commit it.
+    ended = ended_leases(storage)
+    if any(ended.values()) and not dry_run:
+        fenced, refused = _fence(target, {*filter(None, ended.values())} - place.known, opener)
+        warnings += refused
+        place = look_at(storage)
+    gone = {*ended, *(ended.values() if dry_run else fenced)}
+    found = find_dead(
+        place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run, gone=gone
+    )
     if abort_unfinished and dry_run:
         fenced = find_dead(place).unfinished
     elif abort_unfinished and found.unfinished:
-        fenced, refused = _fence(target, found.unfinished, opener)
+        more, refused = _fence(target, found.unfinished, opener)
+        fenced += more
         if any(map(is_full, refused)) and _make_room(place):
             again, refused = _fence(target, set(found.unfinished) - {*fenced}, opener)
             fenced += again
         warnings += refused
         place = look_at(storage)
-        found = find_dead(place, anonymous=True)
+        found = find_dead(place, anonymous=True, gone=gone)
     report = remove(place, found, dry_run)
     return replace(report, fenced=fenced, warnings=(*warnings, *report.warnings))
 

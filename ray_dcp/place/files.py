@@ -26,5 +26,16 @@ def everything(storage: Storage) -> list[Entry]:
     Raises:
         StorageError: It can't be listed.
     """
-    hidden = storage.unpublished() if isinstance(storage, _ShowsUnpublished) else ()
-    return [*storage.list(), *hidden]
+    return [*storage.list(), *unpublished(storage)]
+
+
+def unpublished(storage: Storage) -> tuple[Entry, ...]:
+    """Returns the files that writers, running or crashed, have not published.
+
+    Args:
+        storage: The storage of the place.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    return storage.unpublished() if isinstance(storage, _ShowsUnpublished) else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ray_dcp.commit_protocol.vote import (
     GarbagePlan,
     sweep,
@@ -28,13 +30,20 @@ def check_readable(place: Listing, done: str) -> None:
         raise error
 
 
-def find_dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) -> GarbagePlan:
+def find_dead(
+    place: Listing,
+    *,
+    anonymous: bool = False,
+    all_dead: bool = False,
+    gone: Collection[str] = (),
+) -> GarbagePlan:
     """Returns the files that no checkpoint needs.
 
     Args:
         place: The listing.
         anonymous: As for `sweep`.
         all_dead: As for `sweep`.
+        gone: More attempts that are dead, and leases.
 
     Raises:
         StorageError: `.metadata` can't be read.
@@ -43,7 +52,7 @@ def find_dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False
         place.sizes,
         standing=place.standing.manifest,
         last_slot=place.previous_slot,
-        dead=place.known,
+        dead={*place.known, *gone},
         all_dead=all_dead,
         anonymous=anonymous,
         named=named_by_metadata(place, place.standing.record),

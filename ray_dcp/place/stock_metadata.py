@@ -24,6 +24,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.io.checkpoint import METADATA_KEY, Found, find_checkpoint, is_ours
 from ray_dcp.io.records import used_slots
+from ray_dcp.place.files import unpublished
 from ray_dcp.place.records import standing_records
 from ray_dcp.store.opening import open_storage, target_of
 from ray_dcp.store.storage import (
@@ -198,12 +199,18 @@ def write_metadata(
                 key="path",
             )
         if manifest.metadata is not None:
-            return republish(storage, target.url)
-        with collector_paused():
-            metadata = encode_metadata(
-                found.decoded(), checkpoint_id=target.url, attempt=manifest.attempt
-            )
-        return not publish(storage, found.slot, metadata, target.url).superseded
+            is_published = republish(storage, target.url)
+        else:
+            with collector_paused():
+                metadata = encode_metadata(
+                    found.decoded(), checkpoint_id=target.url, attempt=manifest.attempt
+                )
+            is_published = not publish(storage, found.slot, metadata, target.url).superseded
+        # What a process left that was killed while it wrote one. Another's write that fails by
+        # this is retried.
+        left = [e.key for e in unpublished(storage) if e.key.endswith(f"-{METADATA_KEY}")]
+        storage.delete(left)
+        return is_published
     except CheckpointError as error:
         error.checkpoint_id = error.checkpoint_id or target.url
         raise

@@ -578,11 +578,32 @@ def _probe_links(directory: str, kind: str | None) -> bool:
     try:
         for path in (first, second):
             os.close(os.open(path, _NEW, 0o600))
+        _remove_old_probes(directory, os.stat(first).st_mtime - _PROBE_S)
         return creates_once(first, second, name) and not may_create_twice(kind)
     finally:
         for path in (first, second, name):
             with suppress(OSError):
                 os.unlink(path)
+
+
+_PROBE_S = 86400.0
+"""Age at which an empty file of a trial is that of a process which was killed, in seconds."""
+
+
+def _remove_old_probes(directory: str, before_s: float) -> None:
+    """Removes what trials of killed processes left.
+
+    Args:
+        directory: Where.
+        before_s: Files that were changed before this go, in seconds since 1970 by the filesystem.
+    """
+    with suppress(OSError), os.scandir(directory) as found:
+        for entry in found:
+            if entry.name.startswith(TEMP_PREFIX) and "-probe-" in entry.name:
+                with suppress(OSError):
+                    stat = entry.stat()
+                    if not stat.st_size and stat.st_mtime < before_s:
+                        os.unlink(entry.path)
 
 
 _NO_WAIT = getattr(os, "RWF_NOWAIT", 0)

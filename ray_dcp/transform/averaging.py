@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -44,17 +44,18 @@ from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reader import read_item
 from ray_dcp.options import SaveOptions, check_above_0, check_patterns
 from ray_dcp.place.collect import collect
+from ray_dcp.place.target_lease import writing_to
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.session.activity import Account, Activity
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.session import named_address, session_alone
+from ray_dcp.session.session import InlineSession, named_address, session_alone
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
 from ray_dcp.transform.copying import check_free
-from ray_dcp.transform.exporting import check_space, float_dtype, still_there
+from ray_dcp.transform.exporting import check_space, check_writable, float_dtype, still_there
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_view import check_no_step
@@ -163,13 +164,19 @@ def average(
     """
     choice: dict[str, Any] = {"weights": weights, "dtype": dtype, "keys": keys}
     plan = plan_average(sources, out, **choice)
-    check_free(open_storage(out))
+    check_writable(out)
     check_space(out, plan.report.num_bytes)
+    text = repr([_records(plan), plan.weights, sorted(plan.dtypes.items()), plan.boxes])
+    work = f"average {digest_bytes(text.encode()).hex()}"
     with ExitStack() as stack:
         meter = stack.enter_context(reporting(progress, "averaging", absolute_target(out).url))
         meter.expect(plan.report.num_bytes)
         for view in plan.views:
             stack.enter_context(still_there(view))
+        lease = stack.enter_context(writing_to(absolute_target(out), work))
+        if lease.is_done:
+            return plan.report
+        check_free(open_storage(out), lease.dead)
         try:
             num_ranks = _num_ranks(plan, out)
             if num_ranks > 1:
@@ -183,7 +190,8 @@ def average(
                 ):
                     ranks.run(_average_part, places, _records(plan), absolute_target(out), choice)
             else:
-                _save(plan, out, session_alone(), meter)
+                with closing(InlineSession(new_attempt=lambda: lease.attempt)) as session:
+                    _save(plan, out, session, meter)
         except BaseException as error:
             if not isinstance(error, CommitUnknownError):
                 # Why suppressed: the caller needs the first error.

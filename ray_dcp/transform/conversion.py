@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -47,11 +47,12 @@ from ray_dcp.io.checkpoint import (
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns
-from ray_dcp.saving import CheckpointId, save, text_of
+from ray_dcp.saving import CheckpointId, run_save, save, text_of
+from ray_dcp.session.session import InlineSession
 from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import threads_for
-from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
+from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load, decide_save
 from ray_dcp.torch_adapter.flatten import Rename, flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import load_object, load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
@@ -879,6 +880,26 @@ def torch_save_to_dcp(
         CheckpointError: As `save` does.
     """
     # Source: `torch/distributed/checkpoint/format_utils.py`, `torch_save_to_dcp`.
+    save_torch_file(
+        torch_save_path, dcp_checkpoint_dir,
+        include=include, key_map=key_map, dtype=dtype, weights_only=weights_only, options=options,
+        progress=progress,
+    )  # fmt: skip
+
+
+def save_torch_file(
+    torch_save_path: str | os.PathLike[str],
+    dcp_checkpoint_dir: CheckpointId,
+    *,
+    include: Sequence[str] = (),
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+    weights_only: bool = True,
+    options: SaveOptions | None = None,
+    progress: ShowProgress = False,
+    attempt: str = "",
+) -> None:
+    """Converts like `torch_save_to_dcp`, under an attempt id that the caller may give."""
     check_patterns(include, "include")
     state = load_torch_file(torch_save_path, weights_only=weights_only)
     if not isinstance(state, Mapping):
@@ -890,14 +911,19 @@ def torch_save_to_dcp(
         state = _subset(state, include, key_map)
     planner = None if dtype is None else CastingSavePlanner(dtype)
     with reporting(progress, "importing", text_of(dcp_checkpoint_dir) or "") as meter:
-        save(
-            dict(state),
-            checkpoint_id=dcp_checkpoint_dir,
-            planner=planner,
-            no_dist=True,
-            options=options,
-            progress=meter,
-        )
+        if not attempt:
+            save(
+                dict(state),
+                checkpoint_id=dcp_checkpoint_dir,
+                planner=planner,
+                no_dist=True,
+                options=options,
+                progress=meter,
+            )
+            return
+        route = decide_save(planner, None, dcp_checkpoint_dir)
+        with closing(InlineSession(new_attempt=lambda: attempt)) as session:
+            run_save(route, session, dict(state), options, dcp_checkpoint_dir, progress=meter)
 
 
 def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | None) -> Any:

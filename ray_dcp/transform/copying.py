@@ -10,8 +10,8 @@ ray.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from ray_dcp import events
@@ -34,20 +34,32 @@ from ray_dcp.format.step_info import info_key, info_slot
 from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
 from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.place.files import everything
 from ray_dcp.place.outcome import settle
 from ray_dcp.place.records import standing_records
 from ray_dcp.place.standing import read_standing
 from ray_dcp.place.stock_files import without_stock_files
 from ray_dcp.place.stock_metadata import publish
+from ray_dcp.place.target_lease import TargetLease, leases_at, writing_to
 from ray_dcp.place.visibility import check_complete, explaining_removal
 from ray_dcp.place.voting import decide
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
+from ray_dcp.store.storage import (
+    KeyExistsError,
+    KeyMissingError,
+    PartWriter,
+    PublishedFile,
+    Storage,
+    is_temporary,
+    read_if_there,
+    reuse_file,
+)
 from ray_dcp.view.progress import Meter, uncounted
 from ray_dcp.view.run_listing import needed_lengths
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
+_END_BYTES = 64
 _LEAVING_S = 30.0
 """How long threads that were asked to stop are waited for, in seconds."""
 STOPPED = "the copy was interrupted, or failed"
@@ -113,10 +125,13 @@ def copy_checkpoint(
     *,
     meter: Meter | None = None,
     opener: Callable[[Target], Storage] = open_storage,
+    beside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    then: Callable[[], object] = lambda: None,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
 
-    When it fails or is interrupted, what was written there is deleted again.
+    When it fails or is interrupted, what was written there is deleted again. If its process is
+    killed, the next copy to the place ends the attempt, and takes the files that are whole.
 
     Args:
         source: Where it lies.
@@ -125,33 +140,74 @@ def copy_checkpoint(
         meter: Counts the bytes that are copied, if given; the caller has told it how many to
             expect.
         opener: What opens the storage of the target.
+        beside: What is done around the copy, under the lease of the target.
+        then: What is done after it, also if an earlier process had committed it.
 
     Raises:
-        CheckpointExistsError: Something of a checkpoint is there, or was written meanwhile.
+        CheckpointExistsError: Something of a checkpoint is there, or was written meanwhile; or
+            another process that lives writes there.
         CommitUnknownError: The storage did not say whether the copy appeared.
         DamagedCheckpointError: A file is shorter than it was when planned.
         SaveCancelledError: A collector ended the copy.
         StorageError: A storage failed.
     """
     storage = opener(target)
+    if not leases_at(storage):
+        check_free(storage)
+    work = f"copy {digest_bytes(plan.checkpoint.record).hex()}"
+    attempts = plan.checkpoint.manifest is not None
+    with writing_to(target, work, opener=opener, attempts=attempts) as lease:
+        is_done = lease.is_done or (
+            lease.is_again and not lease.again and is_copied(source, plan.checkpoint, storage)
+        )
+        with nullcontext() if is_done else beside():
+            if not is_done:
+                _copy(source, plan, target, meter or uncounted(), opener, lease)
+        then()
+
+
+def _copy(
+    source: Storage,
+    plan: CopyPlan,
+    target: Target,
+    meter: Meter,
+    opener: Callable[[Target], Storage],
+    lease: TargetLease,
+) -> None:
+    storage = opener(target)
     # Why before looking: what is committed after this meets the record of the copy, or its create.
     standing = read_standing(storage)
-    check_free(storage)
-    copying = _Copying(source, storage, plan, meter or uncounted())
+    manifest = plan.checkpoint.manifest
+    taken = () if manifest is not None or not lease.is_again else (*plan.files, *plan.last)
+    check_free(storage, lease.dead, [key for key, _ in taken])
+    if lease.dead:
+        # No checkpoint is there, so none has them: a copy that was killed left them.
+        infos = [entry.key for entry in storage.list("step-info-")]
+        storage.delete([key for key in infos if info_slot(key) is not None])
+    if taken:
+        names = tuple(f"-{key}" for key, _ in taken)
+        hidden = [e.key for e in everything(storage) if is_temporary(e.key)]
+        storage.delete([key for key in hidden if key.endswith(names)])
+    copying = _Copying(source, storage, plan, meter, lease)
     try:
-        if plan.checkpoint.manifest is None:
+        if manifest is None:
             _copy_others(copying, plan, standing)
         else:
-            _copy_ours(copying, plan, plan.checkpoint.manifest, standing, target, opener)
+            _copy_ours(copying, plan, manifest, standing, target, opener)
     except BaseException as error:
         copying.undo(error)
         raise
 
 
-def check_free(target: Storage) -> None:
+def check_free(target: Storage, dead: Collection[str] = (), taken: Collection[str] = ()) -> None:
     """Checks that no checkpoint is at a place, nor data files of one.
 
     Records may be: of attempts that failed, or of a delete.
+
+    Args:
+        target: The place.
+        dead: Attempts whose files may be there.
+        taken: Files that may be there.
 
     Raises:
         CheckpointExistsError: There is.
@@ -161,6 +217,8 @@ def check_free(target: Storage) -> None:
     there += map(record_key, standing.slots.unreadable)
     for entry in target.list():
         owned = owner_of(entry.key)
+        if entry.key in taken or (owned is not None and owned.attempt in dead):
+            continue
         is_others = "/" not in entry.key and entry.key.endswith((".distcp", ".safetensors"))
         if is_others or (owned is not None and owned.kind in ("data", "metadata")):
             there.append(entry.key)
@@ -168,7 +226,7 @@ def check_free(target: Storage) -> None:
         raise CheckpointExistsError(
             f"expected nothing of a checkpoint in {target.url}, found {there[0]}"
             f"{f' and {len(there) - 1} more files' if len(there) > 1 else ''}; choose another "
-            f"place, or delete it first (what a save or copy left that was killed: ray-dcp gc "
+            f"place, or delete it first (what a save left that was killed: ray-dcp gc "
             f"--abort-unfinished)",
             checkpoint_id=target.url,
         )
@@ -201,6 +259,9 @@ def _copy_others(copying: _Copying, plan: CopyPlan, standing: RecordsRead) -> No
     if seen.manifest is not None or seen.last_slot > standing.last_slot:
         raise _key_taken_error(storage, record_key(seen.last_slot))
     for key, _ in plan.last:
+        # Why: an earlier process with the same work has read it from the same source.
+        if read_if_there(storage, key, 0) is not None and copying.is_there(key):
+            continue
         is_read = key == METADATA_KEY
         copying.create(key, plan.checkpoint.record if is_read else copying.source.read(key))
 
@@ -214,7 +275,7 @@ def _copy_ours(
     opener: Callable[[Target], Storage],
 ) -> None:
     """Copies what ray_dcp wrote, and takes part in the vote on what the target holds."""
-    storage, own = copying.target, new_attempt()
+    storage, own = copying.target, copying.lease.attempt
     copying.renamed = manifest.attempt, own
     with explaining_removal(storage, own, standing.last_slot, target.url):
         copying.files()
@@ -373,13 +434,20 @@ class _Copying:
         may_stand: The copy may be committed: nothing is undone.
     """
 
-    def __init__(self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter) -> None:
+    def __init__(
+        self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter, lease: TargetLease
+    ) -> None:
         self.source, self.target = source, target
+        self.lease = lease
         self.renamed: tuple[str, str] = ("", "")
         self.may_stand = False
         self._stop = Stop()
         self._own: list[str] = []
+        self._unsure: dict[str, str | bytes] = {}
+        """Files that may have been created when they were interrupted: the key in the source, or
+        the bytes."""
         self._plan, self._meter = plan, meter
+        self._lengths = dict((*plan.files, *plan.last))
         self._active = 0
         self._quiet = threading.Condition()
 
@@ -403,6 +471,9 @@ class _Copying:
             self.target.write(key, data, create=self.target.traits.create_if_absent)
         except KeyExistsError as error:
             raise _key_taken_error(self.target, key) from error
+        except BaseException:
+            self._unsure[key] = data
+            raise
         self._own.append(key)
 
     def _file(self, item: tuple[str, int]) -> None:
@@ -415,12 +486,52 @@ class _Copying:
                 self._active -= 1
                 self._quiet.notify_all()
 
+    def is_there(self, key: str) -> bool:
+        """Returns whether an earlier process has copied a file, with all its bytes.
+
+        Of a file with the name of an attempt, the name has to be given anew.
+        """
+        before = self.renamed[0]
+        if not before:
+            if is_same := self.lease.is_again and self._is_same(key, key):
+                self._own.append(key)
+            return is_same
+        if not hasattr(self.target, "reuse"):
+            return False
+        for attempt in self.lease.again:
+            name = key.replace(before, attempt)
+            if self._is_same(key, name):
+                num_bytes = self._lengths[key]
+                published = PublishedFile(self.target.url, name, num_bytes, digest="")
+                end = self.source.read(key, max(0, num_bytes - _END_BYTES), _END_BYTES)
+                if reuse_file(self.target, self.name_of(key), published, end, sync=True):
+                    return True
+        return False
+
+    def _is_same(self, key: str, name: str) -> bool:
+        """Returns whether a file is equal, unless this copy has to stop."""
+        return self._is_equal(key, name, lambda: self._stop.asked)
+
+    def _is_equal(self, key: str, name: str, stops: Callable[[], bool] = lambda: False) -> bool:
+        """Returns whether a file at the target has the bytes of one of the source, all compared."""
+        num_bytes = self._lengths.get(key)
+        with suppress(KeyMissingError):
+            for start in range(0, (num_bytes or 0) + 1, _PIECE_BYTES):
+                there = self.target.read(name, start, _PIECE_BYTES)
+                if stops() or there != self.source.read(key, start, _PIECE_BYTES):
+                    return False
+            return num_bytes is not None
+        return False
+
     def _copy(self, key: str, num_bytes: int) -> None:
         name = self.name_of(key)
         # Why: nobody else uses a name that has the id, so it may go even if nobody knows whether
         # it was created.
         if self.renamed[1] and self.renamed[1] in name:
             self._own.append(name)
+        if self.is_there(key):
+            self._meter.add(num_bytes, key)
+            return
         writer: PartWriter | None = None
         try:
             writer = self.target.open_writer(name)
@@ -435,9 +546,11 @@ class _Copying:
                     )
                 writer.write(piece)
                 self._meter.add(length, key)
+            self._unsure[name] = key
             writer.commit()
             self._own.append(name)
         except KeyExistsError as error:
+            self._unsure.pop(name, None)
             raise _key_taken_error(self.target, name) from error
         finally:
             if writer is not None:
@@ -452,5 +565,14 @@ class _Copying:
             return
         with suppress(CheckpointError):
             # Why backwards: what makes the files of others a checkpoint was created last.
-            for key in reversed(list(dict.fromkeys(self._own))):
+            unsure = [name for name in self._unsure if name not in self._own]
+            own = [*self._own, *(name for name in unsure if self._is_own(name))]
+            for key in reversed(list(dict.fromkeys(own))):
                 self.target.delete([key])
+
+    def _is_own(self, name: str) -> bool:
+        """Returns whether a file that may have been created has the bytes of this copy."""
+        made = self._unsure[name]
+        if isinstance(made, str):
+            return self._is_equal(made, name)
+        return read_if_there(self.target, name) == made

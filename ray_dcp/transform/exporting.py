@@ -6,18 +6,21 @@ space before they write, and leave nothing behind when interrupted.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
     CheckpointError,
@@ -31,7 +34,10 @@ from ray_dcp.format.manifest import repeated, tied_in
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions, check_patterns
 from ray_dcp.place.delete import delete
+from ray_dcp.place.done_marks import marks_removed_last
+from ray_dcp.place.scratch import dead_scratch, remove_dead_scratch, scratch
 from ray_dcp.place.stock_metadata import write_metadata
+from ray_dcp.place.target_lease import TargetLease, leases_at, writing_to
 from ray_dcp.store.local import LocalStorage, publish
 from ray_dcp.store.location import AnyPlace, checked_url, split_url
 from ray_dcp.store.opening import as_target, open_storage, place_below, target_of
@@ -134,8 +140,16 @@ def plan_export(
         left_out,
         tied,
     )
-    _check_target(plan)
+    work = _work_of(view, format, include, dtype, strip_prefix)
+    if not _published(Path(os.path.realpath(target)), work):
+        _check_target(plan)
     return plan
+
+
+def _work_of(view: CheckpointView, *choice: object) -> str:
+    """Returns what is written from a checkpoint, as text that is equal for equal work."""
+    text = json.dumps([digest_bytes(view.checkpoint.record).hex(), *choice], default=str)
+    return f"export {digest_bytes(text.encode()).hex()}"
 
 
 def export(
@@ -193,22 +207,26 @@ def export(
     plan = plan_export(
         view, target, format, include=include, dtype=dtype, strip_prefix=strip_prefix
     )
+    work = _work_of(view, format, include, dtype, strip_prefix)
     place: Any = plan.source if isinstance(source, CheckpointView) else source
     # Why resolved: a folder can't be renamed to a symbolic link.
     path, names = Path(os.path.realpath(target)), _key_map(strip_prefix, plan.left_out)
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
     choice["key_map"] = names
-    with reporting(progress, "exporting", plan.target) as meter, still_there(view):
+    with (
+        marks_removed_last(),
+        reporting(progress, "exporting", plan.target) as meter,
+        still_there(view),
+    ):
         # Why: it may have been replaced long before.
         _check_stands(view)
         if format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
-            copy(view, path, progress=meter)
-            if not (path / ".metadata").exists():
-                write_metadata(path)
+            _copied(view, path, meter, partial(_for_stock, path))
         elif format == "dcp":
-            _rewrite(view, place, path, choice, meter=meter)
-        else:
-            with _temporary_directory(path) as temporary:
+            with writing_to(target_of(path, None), work) as lease:
+                _rewrite(view, place, path, choice, meter=meter, lease=lease)
+        elif not take_over(path, work):
+            with _temporary_directory(path, work) as temporary:
                 made = temporary
                 if format == "torch":
                     made = temporary / path.name
@@ -234,7 +252,7 @@ def import_checkpoint(
     weights_only: bool = True,
     options: SaveOptions | None = None,
     progress: ShowProgress = False,
-) -> None:
+) -> CheckpointView:
     """Converts a file or folder of another program to a checkpoint of ray_dcp.
 
     Args:
@@ -245,6 +263,9 @@ def import_checkpoint(
         weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
         options: As for `save`.
         progress: As for `export`.
+
+    Returns:
+        A view of the new checkpoint.
 
     Raises:
         CheckpointNotFoundError: The source does not exist.
@@ -257,31 +278,39 @@ def import_checkpoint(
     """
     check_patterns(include, "include")
     check_source(source)
-    check_free(open_storage(target))
     check_no_step(target, "target")
+    check_writable(target)
     source = _plain_path(source)
     path = Path(source)
+    is_file = path.is_file()
+    seen = [path.stat().st_size, path.stat().st_mtime_ns] if is_file else []
+    text = json.dumps([os.fspath(source), *seen, include, dtype, weights_only], default=str)
+    work = f"import {digest_bytes(text.encode()).hex()}"
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
-    with reporting(progress, "importing", as_target(target).url) as meter:
-        if path.is_file() and not is_safetensors(path):
-            from ray_dcp.transform.conversion import torch_save_to_dcp
-
+    with (
+        marks_removed_last(),
+        reporting(progress, "importing", as_target(target).url) as meter,
+        writing_to(target_of(target, None), work) as lease,
+    ):
+        if is_file and not is_safetensors(path):
             check_space(target, path.stat().st_size)
             choice |= {"weights_only": weights_only, "options": options}
-            torch_save_to_dcp(path, target, **choice, progress=meter)
-        elif path.is_file():
-            with tempfile.TemporaryDirectory() as folder:
+            _save_file(path, target, choice, lease, meter)
+        elif is_file:
+            with scratch(Path(tempfile.gettempdir())) as folder:
                 Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
                 try:
-                    _rewrite(read_view(folder), folder, target, choice, options, meter=meter)
+                    view = read_view(folder)
+                    _rewrite(view, folder, target, choice, options, meter=meter, lease=lease)
                 except CheckpointError as error:
-                    if error.checkpoint_id == folder:
+                    if error.checkpoint_id == os.fspath(folder):
                         error.checkpoint_id = os.fspath(source)
                     raise
         else:
             view = read_view(source)
             _check_one_state(view)
-            _rewrite(view, source, target, choice, options, meter=meter)
+            _rewrite(view, source, target, choice, options, meter=meter, lease=lease)
+        return read_view(target)
 
 
 def copy(
@@ -289,9 +318,9 @@ def copy(
 ) -> CheckpointView:
     """Copies a checkpoint, or a step with its items, to another place; returns a view of the copy.
 
-    The copy appears when all of it is durable; an interrupted copy is removed. Like a save, a copy
-    is an attempt with an id of its own: if several write to a place at the same time, one commits
-    and the others fail.
+    The copy appears when all of it is durable; an interrupted copy is removed. Of one whose process
+    was killed, the next call takes the files that are whole. A place has one writer at a time:
+    while another process that lives copies there, the call is refused.
 
     Args:
         source: Path, URL or view of any checkpoint.
@@ -314,6 +343,16 @@ def copy(
         >>> view["w"][...].tolist(), view.verify().ok
         ([1.0, 1.0], True)
     """
+    return _copied(source, target, progress)
+
+
+def _copied(
+    source: AnyPlace | CheckpointView,
+    target: AnyPlace,
+    progress: ShowProgress,
+    then: Callable[[], object] = lambda: None,
+) -> CheckpointView:
+    """Copies a checkpoint with its items, and calls `then` before the lease of the copy ends."""
     view = source if isinstance(source, CheckpointView) else read_view(source)
     with still_there(view):
         plan = plan_copy(view.storage, view.checkpoint)
@@ -322,9 +361,15 @@ def copy(
         place = target_of(target, None)
         with reporting(progress, "copying", place.url) as meter:
             meter.expect(sum(num_bytes for _, num_bytes in plan.files))
-            with _items_copied(view, place, meter):
-                copy_checkpoint(view.storage, plan, place, meter=meter)
-    return read_view(target)
+            items = partial(_items_copied, view, place, meter)
+            with marks_removed_last():
+                copy_checkpoint(view.storage, plan, place, meter=meter, beside=items, then=then)
+                return read_view(target)
+
+
+def _for_stock(path: Path) -> None:
+    if not (path / ".metadata").exists():
+        write_metadata(path)
 
 
 def _check_stands(view: CheckpointView) -> None:
@@ -387,15 +432,14 @@ def _items_copied(view: CheckpointView, target: Target, meter: Meter) -> Iterato
             f"{view.url} is a step of {len(items)} items, and this view does not know where they "
             "lie; give copy the path of the step"
         )
-    if items:
-        check_free(open_storage(target))
     copied: list[CheckpointView] = []
     try:
         for folder in items:
             below = place_below(target, folder)
             item = read_view(place_below(view.place or "", folder))
             # Why: an earlier copy, killed before it committed the step, may have left this item.
-            if not is_copied(item.storage, item.checkpoint, open_storage(below)):
+            there = open_storage(below)
+            if leases_at(there) or not is_copied(item.storage, item.checkpoint, there):
                 copied.append(copy(item, below, progress=meter))
         yield
     except CommitUnknownError:
@@ -454,7 +498,11 @@ def _check_target(plan: ExportPlan) -> None:
                 f"expected a file in a directory that exists, but {path.parent} is none",
                 key="target",
             )
-    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+    # Why leases: a process that was killed left what is there, or one that lives is named later.
+    elif path.exists() and not (
+        path.is_dir()
+        and (not any(path.iterdir()) or (plan.format == "dcp" and leases_at(open_storage(path))))
+    ):
         raise InvalidRequestError(
             f"expected a new or empty directory for {plan.format}, but {path} is neither",
             key="target",
@@ -502,9 +550,10 @@ def _rewrite(
     options: SaveOptions | None = None,
     *,
     meter: Meter,
+    lease: TargetLease,
 ) -> None:
     """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
-    from ray_dcp.transform.conversion import dcp_to_torch_save, torch_save_to_dcp
+    from ray_dcp.transform.conversion import dcp_to_torch_save
 
     storage = open_storage(target)
     local = isinstance(storage, LocalStorage)
@@ -512,8 +561,11 @@ def _rewrite(
     check_space(target, 2 * total if local else 0)
     parent = Path(storage.url).parent if local else Path(tempfile.gettempdir())
     parent = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".ray-dcp-", dir=parent) as folder:
-        _check_free_bytes(Path(folder), total)
+    if lease.is_done:
+        remove_dead_scratch(parent)
+        return
+    with scratch(parent) as folder:
+        _check_free_bytes(folder, total)
         made = Path(folder, "state.pt")
         # What is written: the load expects what is read.
         patterns = choice["include"]
@@ -526,19 +578,84 @@ def _rewrite(
         )
         dcp_to_torch_save(source, made, **choice, progress=meter)
         _check_stands(view)
-        torch_save_to_dcp(made, target, weights_only=True, options=options, progress=meter)
+        _save_file(made, target, {"weights_only": True, "options": options}, lease, meter)
+
+
+def check_writable(target: AnyPlace) -> None:
+    """Checks that no checkpoint is at a place, unless a lease of a command is there.
+
+    Raises:
+        CheckpointExistsError: There is.
+    """
+    storage = open_storage(target)
+    if not leases_at(storage):
+        check_free(storage)
+
+
+def _save_file(
+    file: Path, target: AnyPlace, choice: Mapping[str, Any], lease: TargetLease, meter: Meter
+) -> None:
+    """Saves a `torch.save` file under the lease of the target, unless that was done before."""
+    from ray_dcp.transform.conversion import save_torch_file
+
+    if not lease.is_done:
+        check_free(open_storage(target), lease.dead)
+        save_torch_file(file, target, **choice, progress=meter, attempt=lease.attempt)
+
+
+_MADE = "made"
+
+
+def _work_at(path: Path, work: str) -> str:
+    """Returns what is made at a path, as 16 hex digits."""
+    return digest_bytes(json.dumps([os.fspath(path), work]).encode()).hex()[:16]
+
+
+def _is_moved(around: Path, path: Path) -> bool:
+    """Returns whether what was made in a temporary directory has been moved to a path."""
+    made = around / _MADE
+    if not os.path.lexists(path):
+        return False
+    if not made.exists():
+        return True
+    return path.is_file() and all(one.name.endswith(".index.json") for one in made.iterdir())
 
 
 @contextmanager
-def _temporary_directory(path: Path) -> Iterator[Path]:
-    """Yields a new directory next to a path, and deletes it afterwards unless it was moved."""
+def _temporary_directory(path: Path, work: str) -> Iterator[Path]:
+    """Yields a new directory next to a path, and deletes it afterwards unless it was moved.
+
+    The directory around it is deleted last, and its name says what is made: see `_published`.
+    """
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
-    temporary = Path(tempfile.mkdtemp(prefix=".ray-dcp-", dir=parent))
-    temporary.chmod(0o755)
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    def is_kept(around: Path) -> bool:
+        # Why: interrupted in between, and the repeated command would find another's file.
+        return _is_moved(around, path)
+
+    with scratch(parent, _work_at(path, work), is_kept=is_kept) as around:
+        made = around / _MADE
+        made.mkdir(mode=0o755)
+        yield made
+
+
+def _published(path: Path, work: str) -> list[Path]:
+    """Returns the temporary directories of dead processes that published the same work at a path.
+
+    Why: such a process was killed before it could end, and its command is repeated.
+    """
+    parent = next((one for one in path.absolute().parents if one.is_dir()), None)
+    if parent is None:
+        return []
+    return [one for one in dead_scratch(parent, _work_at(path, work)) if _is_moved(one, path)]
+
+
+def take_over(path: Path, work: str) -> bool:
+    """Ends the export of a process that was killed after it had published it; returns whether."""
+    found = _published(path, work)
+    for one in found:
+        shutil.rmtree(one, ignore_errors=True)
+    return bool(found)
 
 
 def float_dtype(dtype: str | None) -> str | None:

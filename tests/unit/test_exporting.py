@@ -568,16 +568,18 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
     plan = plan_copy(view.storage, view.checkpoint)
     target = Target(str(tmp_path / "copy"))
     began, lock = [], threading.Lock()
+    told = r"is being written by process \d+ on .*, which lives"
 
     class Rival(Meter):
         def add(self, num_bytes: int, file: str = "") -> None:
             with lock:
                 if not began:
                     began.append(file)
-                    copy_checkpoint(view.storage, plan, target)
+                    with pytest.raises(CheckpointExistsError, match=told):
+                        copy_checkpoint(view.storage, plan, target)
 
-    with pytest.raises(CheckpointExistsError, match="somebody else created"):
-        copy_checkpoint(view.storage, plan, target, meter=Rival("copying", ""))
+    copy_checkpoint(view.storage, plan, target, meter=Rival("copying", ""))
+    assert began
     assert ray_dcp.verify(tmp_path / "copy").ok
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
 

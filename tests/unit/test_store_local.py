@@ -274,6 +274,17 @@ def test_a_folder_that_a_collector_removes_while_it_is_made_is_made_again(tmp_pa
 # --- Whether a name is created only if it is absent -----------------------------------------------
 
 
+def test_a_trial_of_links_removes_what_killed_trials_left_a_day_ago(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_KNOWN", {})
+    names = {".tmp-00-probe-name": 100_000, ".tmp-01-probe-first": 10, ".tmp-02-data": 100_000}
+    for name, age_s in names.items():
+        (tmp_path / name).touch()
+        changed_s = (tmp_path / name).stat().st_mtime - age_s
+        os.utime(tmp_path / name, (changed_s, changed_s))
+    assert LocalStorage(tmp_path / "new").traits.create_if_absent
+    assert set(os.listdir(tmp_path)) == {".tmp-01-probe-first", ".tmp-02-data"}
+
+
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(local, "_KNOWN", {})
