@@ -49,6 +49,7 @@ from ray_dcp.torch_adapter.flatten import (
     set_by_path,
 )
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
+from ray_dcp.torch_adapter.optimizer_kind import options_in, saved_by_another
 from ray_dcp.torch_adapter.priming import held_by, primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
@@ -152,12 +153,45 @@ class OptimizerTargets:
         is_whole: Whether the loaded state replaces all state of the optimizer.
         decisive: Names in it that have to be loaded before any target changes: `check_groups` then
             finds whether the rest fits, and which names no group of this optimizer takes.
+        stays: Whether the optimizer stays as it is: another kind of optimizer saved the state.
     """
 
     state: Any
     left: set[str] = field(default_factory=set)
     is_whole: bool = False
     decisive: set[str] = field(default_factory=set)
+    stays: bool = False
+
+
+def _is_others(
+    optimizer: torch.optim.Optimizer, key: str, items: Iterable[str], *, strict: bool
+) -> bool:
+    """Returns whether another kind of optimizer saved the values, and warns of it.
+
+    Args:
+        optimizer: The optimizer to load into.
+        key: Its name.
+        items: Names of the stored values below it.
+        strict: Whether to raise.
+
+    Raises:
+        StateDictError: It did, and the load is strict.
+    """
+    saved_by = saved_by_another(optimizer, options_in(items))
+    if not saved_by:
+        return False
+    message = (
+        f"the state of the optimizer {key!r} was saved by another optimizer ({saved_by}), whose "
+        f"options and moments mean nothing to {type(optimizer).__name__}"
+    )
+    if strict:
+        raise StateDictError(
+            f"{message}. Load into an optimizer as it was saved; or leave this one as it is with "
+            f"LoadOptions(strict=False), or by leaving it out of the state dict",
+            key=key,
+        )
+    events.warn(f"Not loaded: {message}: it stays as it is", stacklevel=2)
+    return True
 
 
 def optimizer_part(optimizer: Any, modules: Mapping[str, nn.Module]) -> Any:
@@ -536,6 +570,8 @@ class _Named:
         items = stored.below(key, prefixes)
         if not items:
             return OptimizerTargets(None if key in stored.names else self.state_dict())
+        if _is_others(self._optimizer, key, items, strict=strict):
+            return OptimizerTargets(None, stays=True)
         parts: dict[str, dict[str, StoredValue]] = {"param_groups": {}, "state": {}}
         for name, item in items.items():
             part, _, rest = name.partition(".")
@@ -1069,6 +1105,8 @@ class _Wrapping:
             if not stored.below(name, prefixes):
                 continue
             asked = part.targets(name, stored, prefixes, strict=strict)
+            if asked.stays:
+                continue
             found.state.setdefault(INNER, {})[place] = asked.state
             found.left |= asked.left
             found.decisive |= asked.decisive
@@ -1123,6 +1161,8 @@ class _OwnForm:
         items = stored.below(key, prefixes)
         if key in stored.names and not items:
             return OptimizerTargets(None)
+        if _is_others(self._optimizer, key, items, strict=strict):
+            return OptimizerTargets(None, stays=True)
         with primed(self._optimizer):
             tree = _containers(self.state_dict())
         if items and strict and not prefixes:

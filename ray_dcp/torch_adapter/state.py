@@ -70,7 +70,7 @@ class LoadTargets:
     owners: dict[Path, Any] = field(default_factory=dict)
     """The values of the user that `parts` are of."""
     left_out: set[Path] = field(default_factory=set)
-    """Modules and optimizers that `LoadOptions.prefixes` leave out."""
+    """Modules and optimizers that `LoadOptions.prefixes` leave out, or that take nothing stored."""
     left: set[str] = field(default_factory=set)
     """Names that are read, but may belong to nothing in the state dict; `check_groups` decides."""
     whole: list[str] = field(default_factory=list)
@@ -269,6 +269,11 @@ def stateful_to_load_targets(
             targets.owners[path], targets.parts[path] = owner, part
             if is_optimizer(owner):
                 asked = part.targets(name, stored, prefixes, strict=strict is not False)
+                if asked.stays:
+                    del targets.owners[path], targets.parts[path]
+                    targets.left_out.add(path)
+                    states[path] = _LEFT_OUT
+                    continue
                 states[path] = asked.state
                 targets.left.update(asked.left)
                 if asked.decisive:
@@ -282,7 +287,7 @@ def stateful_to_load_targets(
                 states[path] = _own_tensors(state) if isinstance(owner, LRScheduler) else state
             if len(path) > 1:
                 _check_nested(state_dict, path, states[path], stored)
-        targets.values[key] = _replaced({key: state_dict[key]}, {p: states[p] for p in some})[key]
+        targets.values.update(_replaced({key: state_dict[key]}, {p: states[p] for p in some}))
     return targets
 
 

@@ -485,8 +485,8 @@ def test_options_that_torch_has_flattened_come_into_groups(of: Make, tmp_path: P
         assert (held(third), [p.tolist() for p in third["m"].parameters()]) == before
 
 
-def of_class(cls: Any) -> Make:
-    return lambda model: cls(model.parameters())
+def of_class(cls: Any, **options: Any) -> Make:
+    return lambda model: cls(model.parameters(), **options)
 
 
 @pytest.mark.parametrize(
@@ -529,6 +529,57 @@ def test_what_does_not_fit_is_refused(
             planner=planner() if planner else None,
         )
     assert (held(other), [p.tolist() for p in other["m"].parameters()]) == before
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "other", "name"),
+    [
+        (adamw, of_class(torch.optim.SGD, momentum=0.5), "Adam or AdamW"),
+        (of_class(torch.optim.SGD, momentum=0.5), adamw, "SGD"),
+        (of_class(torch.optim.NAdam), of_class(torch.optim.Adagrad), "NAdam"),
+        (of_class(torch.optim.RMSprop), of_class(torch.optim.Adafactor), "RMSprop"),
+    ],
+)
+def test_what_another_kind_of_optimizer_saved_is_refused_or_left_out_as_a_whole(
+    saved: Make, other: Make, name: str, nested: bool, steps: int, tmp_path: Path
+):
+    def put(state: State) -> State:
+        return {"m": state["m"], "o": [state["o"]]} if nested else state
+
+    state, fresh = made(saved), made(other, 2)
+    step(state)
+    step(fresh, steps)
+    save(put(state), tmp_path / "c")
+    before, weight = held(fresh), fresh["m"][0].weight.detach().clone()
+    told = rf"was saved by another optimizer \({name}\)"
+    with pytest.raises(StateDictError, match=told):
+        load(put(fresh), tmp_path / "c")
+    assert held(fresh) == before
+    assert fresh["m"][0].weight.equal(weight)
+    with pytest.warns(UserWarning, match=told):
+        report = load(put(fresh), tmp_path / "c", strict=False)
+    assert held(fresh) == before
+    assert fresh["m"][0].weight.equal(state["m"][0].weight)
+    assert {one for one in report.unexpected if one.startswith("o.")}
+
+
+def test_groups_of_another_version_or_with_options_of_the_users_are_of_the_same_optimizer(
+    tmp_path: Path,
+):
+    """One side alone has options that the other has not."""
+    state = made(of_class(torch.optim.SGD, momentum=0.5))
+    step(state)
+    for group in state["o"].param_groups:
+        group["betas"] = 3
+    save(state, tmp_path / "more")
+    del state["o"].param_groups[0]["dampening"], state["o"].param_groups[0]["betas"]
+    save(state, tmp_path / "less")
+    for folder in ("more", "less"):
+        fresh = made(of_class(torch.optim.SGD, lr=9.0), 2)
+        load(fresh, tmp_path / folder, strict=False)
+        assert fresh["o"].param_groups[0]["momentum"] == 0.5
 
 
 @pytest.mark.parametrize("planner", [None, OwnLookup])
