@@ -33,7 +33,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.saving import save
 from ray_dcp.store.opening import target_of
 from ray_dcp.torch_adapter.flatten import LARGEST_KEY
-from ray_dcp.torch_adapter.state import owner_names
+from ray_dcp.torch_adapter.state import has_states
 from ray_dcp.transform.conversion import read_state_dict
 from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.wording import few
@@ -212,7 +212,7 @@ def _nameable(path: _Path, value: Any, wholes: list[_Path]) -> Any:
         return [_nameable((*path, n), one, wholes) for n, one in enumerate(value)]
     elif isinstance(value, _PLAIN):
         return value
-    elif type(value) is tuple:
+    elif type(value) is tuple and not has_states(value):
         return _on_cpu(value)
     del wholes[before:]
     wholes.append(path)
@@ -222,10 +222,10 @@ def _nameable(path: _Path, value: Any, wholes: list[_Path]) -> Any:
 def _as_object(value: Any) -> Any:
     """Returns what `save` stores as one object; `_value_of` returns the value.
 
-    Why not always a tuple: in one, modules and optimizers are replaced by their states.
+    Why not always a tuple: in one, modules, optimizers and schedulers are replaced by their states.
     """
     held = (_on_cpu(value),)
-    return SimpleNamespace(value=held[0]) if owner_names({_WHOLE: held}) else held
+    return SimpleNamespace(value=held[0]) if has_states(held) else held
 
 
 def _value_of(held: Any) -> Any:

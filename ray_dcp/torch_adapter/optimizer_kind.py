@@ -9,8 +9,8 @@ from functools import cache
 import torch
 
 _OF_MANY = frozenset(
-    "params param_names lr weight_decay eps foreach maximize capturable differentiable fused "
-    "decoupled_weight_decay".split()
+    {"params", "param_names", "lr", "weight_decay", "eps", "decoupled_weight_decay", "foreach"}
+    | {"maximize", "capturable", "differentiable", "fused"}
 )
 """Options that say nothing: most optimizers have them, or gained them in a version of torch."""
 

@@ -364,6 +364,16 @@ def owner_names(state_dict: Mapping[str, Any]) -> list[str]:
     return [_name(path) for path, value in owners if is_adapted(value)]
 
 
+def has_states(value: Any) -> bool:
+    """Returns whether `save` would put states in the places of objects within a value.
+
+    Examples:
+        >>> has_states((1, [nn.Linear(2, 1)])), has_states((1, [nn.Linear]))
+        (True, False)
+    """
+    return bool(_owners({"": value}))
+
+
 def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of parameters that the modules of a state dict do not train.
 

@@ -158,6 +158,29 @@ def test_values_that_a_state_dict_would_treat_in_its_own_way_come_back_as_they_a
     assert found["view"] == given_["view"]
 
 
+@pytest.mark.parametrize("kind", ["module", "optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    "put",
+    [lambda x: x, lambda x: [x], lambda x: (x, 1), lambda x: ({"a": [x]},), lambda x: {(1, 2): x}],
+)
+def test_objects_that_have_states_come_back_as_objects_from_any_container(kind, put, tmp_path):
+    """As torch.save keeps them: a callback may have put them there."""
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    value = put({"module": module, "optimizer": optimizer, "scheduler": scheduler}[kind])
+    RayDcpCheckpointIO().save_checkpoint({"epoch": 1, "x": value}, tmp_path / "c")
+    found = RayDcpCheckpointIO().load_checkpoint(tmp_path / "c", weights_only=False)
+
+    def classes(one):
+        if isinstance(one, dict):
+            return {key: classes(each) for key, each in one.items()}
+        return [*map(classes, one)] if isinstance(one, (list, tuple)) else type(one)
+
+    assert classes(found["x"]) == classes(value)
+    assert type(found["x"]) is type(value)
+
+
 def test_a_checkpoint_whose_tensors_have_numbers_is_read(tmp_path):
     """As `RayDcpCheckpointIO` wrote it before its values had names."""
 
