@@ -15,7 +15,7 @@ import logging
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
+from ray_dcp import events
 from ray_dcp.core import phases
 from ray_dcp.core.processes import Stop, run_within
 from ray_dcp.errors import (
@@ -59,11 +60,65 @@ from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.shards import SEES_PARTS
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
+    asked_names,
     refuse_per_rank,
     stateful_to_load_targets,
     stateful_to_state_dict,
 )
 from ray_dcp.torch_adapter.tensors import is_checkpointable, lost_memory_within
+
+
+def allows_missing(planner: Any) -> bool:
+    """Returns whether a planner leaves targets as they are that the checkpoint lacks."""
+    return bool(getattr(planner, "allow_partial_load", False))
+
+
+def create_plan(
+    planner: LoadPlanner, state_dict: Mapping[str, Any], names: Sequence[str]
+) -> LoadPlan:
+    """Returns the planner's plan of a load; says what to do about names with those of wrappers.
+
+    A planner of the user's own looks for the checkpoint's names. What it does not find may be there
+    with parts of the names of wrappers, as `_orig_mod`, which only ray_dcp's own planning leaves
+    out.
+
+    Args:
+        planner: The planner, which is set up.
+        state_dict: The user's argument of `load`.
+        names: Names in the checkpoint.
+
+    Raises:
+        MissingKeyError: The planner misses a key that the checkpoint has under such a name.
+        Exception: Any other of the planner's.
+    """
+
+    def told(read: Collection[str]) -> str:
+        unread = {name: row for row, name in enumerate(names) if name not in read}
+        try:
+            asked = asked_names(state_dict, unread)
+        except StateDictError:  # Two names are equal without those of wrappers.
+            return ""
+        pairs = [(n, names[row]) for n, row in asked.items() if n != names[row]]
+        if not pairs:
+            return ""
+        return (
+            f"the checkpoint has names of wrappers of modules in its names, as {pairs[0][1]!r} for "
+            f"{pairs[0][0]!r}, which {type(planner).__name__} does not leave out: load without a "
+            f"planner of your own, or map the names in its set_up_planner"
+        )
+
+    try:
+        plan = planner.create_local_plan()
+    except RuntimeError as error:
+        way_out = told(()) if "Missing key in checkpoint" in str(error) else ""
+        if not way_out:
+            raise
+        raise MissingKeyError(f"{str(error).rstrip('.')}; {way_out}") from error
+    if allows_missing(planner):
+        way_out = told({item.storage_index.fqn for item in plan.items})
+        if way_out:
+            events.warn(f"Not loaded: {way_out}", stacklevel=2)
+    return plan
 
 
 def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any:
@@ -260,13 +315,15 @@ def foreign_load(
         # Why not a copy: DCP's `load_state_dict` passes its own argument to the planner.
         state: Any = state_dict
         if stateful:
-            loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
+            strict = False if allows_missing(planner) else None
+            loaded = stateful_to_load_targets(state_dict, Stored.of(metadata), strict=strict)
             state = loaded.values
         planner.set_up_planner(state, metadata, group.is_coordinator)
         refuse_misread(planner)
         how = {"rank": group.rank, "use_collectives": is_global}
         _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
+        names = [*metadata.state_dict_metadata] if stateful else []
+        plan = reader.prepare_local_plan(create_plan(planner, state_dict, names))
         clock.enter(phases.PLAN)
         return plan
 

@@ -55,7 +55,12 @@ from ray_dcp.torch_adapter.capture import Capture, Rows, alone
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.devices import bytes_digest, content_digest
 from ray_dcp.torch_adapter.flatten import listed
-from ray_dcp.torch_adapter.foreign import refuse_misread, set_up_save_planner
+from ray_dcp.torch_adapter.foreign import (
+    allows_missing,
+    create_plan,
+    refuse_misread,
+    set_up_save_planner,
+)
 from ray_dcp.torch_adapter.load_plan import cast_problem, plain_state_lost
 from ray_dcp.torch_adapter.objects import (
     dump_object,
@@ -602,25 +607,29 @@ def targets_with_planner(
     """
     loaded: LoadTargets | None = None
     hooks = _PlannerHooks(planner, group.rank)
+    strict = False if allows_missing(planner) else options.strict
 
     def set_up() -> None:
         nonlocal loaded
         if stateful:
-            loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
+            loaded = stateful_to_load_targets(state_dict, Stored.of(metadata), strict=strict)
         values: Any = state_dict if loaded is None else loaded.values
         planner.set_up_planner(values, metadata, group.is_coordinator)
         refuse_misread(planner, no_target_reason)
 
+    def create() -> LoadPlan:
+        return create_plan(planner, state_dict, table.names if stateful else ())
+
     def local_plan() -> LoadPlan:
         set_up()
-        return planner.create_local_plan()
+        return create()
 
     if hooks.overrides(DefaultLoadPlanner, "create_global_plan"):
         part = yield from reduce_scatter(group, "plan", local_plan, planner.create_global_plan)
         plan = hooks.run("finish_plan", lambda: planner.finish_plan(part()))
     else:
         hooks.run("set_up_planner", set_up)
-        plan = hooks.run("create_local_plan", planner.create_local_plan)
+        plan = hooks.run("create_local_plan", create)
         plan = hooks.run("finish_plan", lambda: planner.finish_plan(plan))
     decisive = set[str]()
     if loaded is not None and isinstance(planner, DefaultLoadPlanner):
@@ -649,7 +658,6 @@ def targets_with_planner(
         names = table.names
         index = {name: number for number, name in enumerate(names)}
         lost = plain_state_lost(state_dict, values, targets.unexpected, names, index)
-        strict = False if planner.allow_partial_load else options.strict
         if group.world_size == 1:
             check_all_taken(lost, strict=strict, lost_state=lost)
         elif lost and strict is not False:

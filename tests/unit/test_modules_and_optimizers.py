@@ -30,7 +30,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
-from ray_dcp.errors import ShapeMismatchError, StateDictError, UnsupportedValueError
+from ray_dcp.errors import (
+    MissingKeyError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsupportedValueError,
+)
 from tests.support import wrapping
 from tests.support.threads import run_as_ranks
 
@@ -585,6 +590,39 @@ def test_names_of_wrappers_in_a_checkpoint_fit_whatever_wraps_the_module_now(
     assert "model.0.weight" in report.loaded
     assert not report.unexpected
     assert losses(fresh) == expected
+
+
+class OwnPlanner(DefaultLoadPlanner):
+    """As torch's, but a class of a user's."""
+
+
+class OwnReader(stock.FileSystemReader):
+    """As torch's, but a class of a user's."""
+
+
+@pytest.mark.parametrize("how", ["ours", "a reader of the user's"])
+def test_names_of_wrappers_are_no_business_of_a_planner_of_ones_own(
+    how: str, undisturbed: tuple[Path, list[float]], tmp_path: Path
+):
+    plain = ray_dcp.read_state_dict(undisturbed[0] / "c")
+    saved = wrapping.with_parts_of_wrappers(plain, lambda name: "_orig_mod." + name)
+    save(saved, tmp_path)
+    fresh = wrapped_net(" | ", 2)
+    losses(fresh)
+    before = copy.deepcopy((fresh["model"].state_dict(), fresh["optimizer"].state_dict()))
+
+    def load_by(planner: Any) -> None:
+        reader = OwnReader(tmp_path / "c") if how != "ours" else None
+        where = {"storage_reader": reader} if reader else {"checkpoint_id": tmp_path / "c"}
+        ray_dcp.load(fresh, planner=planner, no_dist=True, **where)
+
+    told = r"'model\._orig_mod\.0\.weight' for 'model\.0\.weight'.*planner of your own"
+    with pytest.raises(MissingKeyError, match=told):
+        load_by(OwnPlanner())
+    with pytest.warns(UserWarning, match=told):
+        load_by(OwnPlanner(allow_partial_load=True))
+    held = fresh["model"].state_dict(), fresh["optimizer"].state_dict()["state"]
+    assert str(held) == str((before[0], before[1]["state"]))
 
 
 def test_a_submodule_with_the_name_of_a_wrapper_s_part_keeps_it(tmp_path: Path):
