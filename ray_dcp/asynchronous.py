@@ -58,6 +58,7 @@ from ray_dcp.saving import (
     target_of,
 )
 from ray_dcp.session.activity import LEAVING_S, Account, Activity
+from ray_dcp.session.discovery import session_in_ray
 from ray_dcp.session.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
 from ray_dcp.stage.staging_backend import Finish, StagingBackend, staging_backend_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
@@ -607,6 +608,9 @@ def run_async_save(
         else:
             stager = own = DefaultStager(StagingOptions(False, False, False, False))
     if stager is None:
+        if session.world_size == 1 and session.stages_itself:
+            # Why here: only what goes on beside the training has to outlive this process.
+            session = session_in_ray(_drain_session) or session
         native = _NativeSave(name, route, session, options, log)
         native.begin(state_dict)
         return native.handle
@@ -726,8 +730,9 @@ class _Save:
             raise
         return True
 
-    def drain(self, timeout_s: float) -> None:
-        """Waits until the save has ended; logs an error if it has not within the timeout."""
+    def drain(self) -> None:
+        """Waits until the save has ended; logs an error if it has not within its deadlines."""
+        timeout_s = self._options.write_timeout_s + self._options.commit_timeout_s
         self.handle.upload_completion._await(timeout_s)
         if not self.handle.done():
             logger.error(
@@ -913,4 +918,11 @@ def _drain_at_exit() -> None:
 def _drain() -> None:
     """Waits for the saves in progress, for as long as their own deadlines allow."""
     for save in list(_running):
-        save.drain(save._options.write_timeout_s + save._options.commit_timeout_s)
+        save.drain()
+
+
+def _drain_session(session: Session) -> None:
+    """Waits for the saves of a session, before the Ray ends that stages them."""
+    for save in list(_running):
+        if save._session is session:
+            save.drain()

@@ -35,6 +35,7 @@ from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
     InvalidRequestError,
+    ParticipantError,
     RankDisagreementError,
 )
 from ray_dcp.options import SaveOptions, check_above_0, plain_integer
@@ -395,6 +396,50 @@ def _train_session() -> Session | None:
             sessions.set(_TrainGroup, made)
             return made
     return session
+
+
+def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | None:
+    """Returns a session for a process that is alone in a Ray; None if it uses none.
+
+    Such a process is an actor or a task without a process group, or a driver. What it saves in the
+    background is then staged in Ray's object store, and outlives it.
+
+    Args:
+        wait_until_ended: Waits for the saves of the session; `ray.shutdown` calls it.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    from ray_dcp.session import ray_calls
+    from ray_dcp.session.ray_session import RaySession
+
+    if not ray_calls.is_on_a_node():
+        return None
+    with sessions.making(_Alone):
+        known, session = sessions.of(_Alone)
+        if known:
+            return session
+        # Why one coordinator for all of a job: an actor starts in a second, and stays two minutes.
+        _, job = ray_calls.this_connection() or ("", secrets.token_hex(8))
+        shared = f"alone-{job}"
+        made = RaySession(f"{shared}/{secrets.token_hex(8)}", 0, 1, actor=shared)
+        try:
+            made.register()
+        except ParticipantError as error:
+            made.close()
+            logger.warning(
+                "Expected to stage in Ray's object store, but no coordinator answers: %s. What "
+                "this process saves is staged in its own memory, and ends with it",
+                error,
+            )
+            return None
+        ray_calls.before_shutdown["alone"] = partial(wait_until_ended, made)
+        sessions.set(_Alone, made)
+        return made
+
+
+class _Alone:
+    """Represents a process that is alone in a Ray."""
 
 
 class _TrainGroup:

@@ -301,6 +301,11 @@ CALLS_END_S = 10.0
 that Ray itself delays needs so long, for a large value or a control store that hangs."""
 
 
+before_shutdown: dict[str, Callable[[], object]] = {}
+"""What a driver calls before it disconnects from Ray, by name. *Why*: the cluster that it started
+ends with it, and with that what the stagers hold."""
+
+
 @functools.cache
 @_needs("a shutdown that waits for calls")
 def survive_shutdown() -> None:
@@ -322,6 +327,9 @@ def survive_shutdown() -> None:
     disconnect, driver = worker.disconnect, worker.SCRIPT_MODE
 
     def disconnect_and_refuse(*arguments: Any, **options: Any) -> None:
+        if worker.global_worker.mode == driver:
+            for wait_until_ended in [*before_shutdown.values()]:
+                wait_until_ended()
         disconnect(*arguments, **options)
         mine = worker.global_worker
         if mine.mode == driver and hasattr(mine, "core_worker"):
@@ -435,6 +443,17 @@ def this_connection() -> tuple[str, str] | None:
     with suppress(RuntimeError, AttributeError, RaySystemError), inside():
         return context.get_node_id(), context.get_job_id()
     return None
+
+
+@_needs("the mode of a worker")
+def is_on_a_node() -> bool:
+    """Returns whether this process is a driver or worker on a node, and has its object store.
+
+    A client of `ray://` is elsewhere, and in local mode there is no store.
+    """
+    from ray._private import worker
+
+    return worker.global_worker.mode in (worker.SCRIPT_MODE, worker.WORKER_MODE)
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def test_a_session_that_is_closed_meanwhile_does_not_lose_the_save(session, tmp_
     # From here on the process is alone.
     alone = ray_dcp.async_save(state(2.0, 10), checkpoint_id=tmp_path / "alone")
     alone.committed(180)
-    assert alone.report().staging == "process"
+    assert alone.report().staging == "object_store"
     assert stands(tmp_path / "c", 4.0)
     assert stands(tmp_path / "alone", 2.0, 10)
 
@@ -229,15 +229,21 @@ keep = {"w": torch.full((1_000_000,), 7.0)}
 ray_dcp.save({"w": torch.zeros(3)}, checkpoint_id=sys.argv[2])
 ray_dcp.async_save(keep, checkpoint_id=sys.argv[1])
 ray_dcp.async_save(keep, checkpoint_id=sys.argv[2], options=ray_dcp.SaveOptions(overwrite=False))
+END
 print(directory)
 """
 
+ALONE = SCRIPT.replace('ray_dcp.connect(name="script")', "").replace("END", "ray.shutdown()")
 
-def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(programs, tmp_path):
+
+@pytest.mark.parametrize("script", [SCRIPT.replace("END", ""), ALONE], ids=["connects", "alone"])
+def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(
+    script, programs, tmp_path
+):
     mark = f"LEFT_BY={secrets.token_hex(8)}"
     env = {**os.environ, **dict([mark.split("=")])}
     words = (str(tmp_path / "good"), str(tmp_path / "taken"))
-    (ended,) = programs.run("-c", SCRIPT, *words, env=env)
+    (ended,) = programs.run("-c", script, *words, env=env)
     assert ended.returncode == 0, ended.stderr
     shutil.rmtree(ended.stdout.strip().splitlines()[-1], ignore_errors=True)
     found = {"w": torch.zeros(1_000_000)}

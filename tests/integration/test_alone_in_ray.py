@@ -1,0 +1,79 @@
+"""Actors and tasks without a process group: what they save in the background outlives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util import list_named_actors
+
+import ray_dcp
+from tests.support.processes import eventually
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1 << 18,), value)}
+
+
+class Worker:
+    """A process that is alone, as of a buffer or an evaluator."""
+
+    def save(self, path: str) -> int:
+        """Saves at once; returns how many actors there are then."""
+        ray_dcp.save(state(1.0), checkpoint_id=path)
+        ray_dcp.load(state(0.0), checkpoint_id=path)
+        return len(list_named_actors(all_namespaces=True))
+
+    def begin(self, path: str, value: float) -> str:
+        """Returns where the bytes are when the save has staged them."""
+        saving = ray_dcp.async_save(state(value), checkpoint_id=path)
+        saving.staged(180)
+        return str(saving.report().staging)
+
+    def manage(self, root: str) -> str:
+        """Does the same by a manager."""
+        self.manager = ray_dcp.CheckpointManager(root, 1, chkpt_on_preemption=False)
+        self.manager.save_async(7, state(7.0))
+        return self.manager.path
+
+
+@ray.remote(num_cpus=0)
+def begin(path: str, value: float) -> str:
+    return Worker().begin(path, value)
+
+
+def stands(path: Path, value: float) -> bool:
+    def is_there() -> bool:
+        try:
+            return ray_dcp.verify(path).ok
+        except ray_dcp.CheckpointNotFoundError:
+            return False
+
+    found = state(0.0)
+    assert eventually(is_there)
+    ray_dcp.load(found, checkpoint_id=path)
+    return bool((found["w"] == value).all())
+
+
+def test_a_save_of_a_process_that_is_alone_outlives_it(tmp_path: Path):
+    before = len(list_named_actors(all_namespaces=True))
+    workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
+    # What is done at once needs no other process.
+    assert ray.get(workers[0].save.remote(f"{tmp_path}/sync")) == before
+    places = {f"actor-{number}": 1.0 + number for number in range(2)}
+    begun = [
+        worker.begin.remote(f"{tmp_path}/{name}", value)
+        for worker, (name, value) in zip(workers, places.items(), strict=True)
+    ]
+    assert ray.get(begun) == ["object_store"] * 2
+    run = ray.get(workers[1].manage.remote(f"{tmp_path}/run"))
+    for worker in workers:
+        ray.kill(worker)
+    assert ray.get(begin.remote(f"{tmp_path}/task", 3.0)) == "object_store"
+    for name, value in {**places, "task": 3.0}.items():
+        assert stands(tmp_path / name, value), name
+    assert stands(Path(run) / "step-00000007", 7.0)
