@@ -89,6 +89,8 @@ class SaveJoin:
     """Name of the rank's node, for dividing up replicas; empty if unknown."""
     about: Mapping[str, Any] | None = field(default=None, hash=False)
     """What this rank knows for `Manifest.about`, which has the topics that ranks agree on."""
+    attempt: str = ""
+    """Id for the attempt, if the caller of the save made one, the same on all ranks."""
 
 
 @dataclass(frozen=True)

@@ -516,7 +516,7 @@ class SaveMachine(Operation):
                 f"{differences(planned.disagreements)}. The lowest rank's are saved, and a load "
                 f"gives them to all ranks: what the others hold is lost. {WAYS_OUT}"
             )
-        self._attempt = self._new_attempt()
+        self._attempt = self._join.attempt or self._new_attempt()
         if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
             # Why possible: the creator of attempt ids may publish them before the save is planned.
             return self._fail(

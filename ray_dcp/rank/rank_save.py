@@ -217,6 +217,8 @@ class RankSave:
     """Name of this rank's node; empty if unknown."""
     about: Mapping[str, Any] | None = None
     """`Manifest.about` of the checkpoint."""
+    attempt: str = ""
+    """Id for the attempt, the same on all ranks; the coordinator makes one if it is empty."""
     folder: Target | None = None
     """Folder of this rank alone, in a save whose folders Ray Train merges (`own_folders`); `target`
     is then that of rank 0."""
@@ -300,6 +302,7 @@ class RankSave:
             self.staged,
             node=self.node,
             about=self.about,
+            attempt=self.attempt,
         )
         known: Remembered | None = None
         if captured is not None:

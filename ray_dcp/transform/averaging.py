@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -49,7 +49,7 @@ from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.session.activity import Account, Activity
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.session import InlineSession, named_address, session_alone
+from ray_dcp.session.session import named_address, session_alone
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
@@ -188,10 +188,12 @@ def average(
                     meter.following(partial(_look_at, out, plan.report.num_bytes)),
                     WorkerGroup(num_ranks, name="ray_dcp average") as ranks,
                 ):
-                    ranks.run(_average_part, places, _records(plan), absolute_target(out), choice)
+                    ranks.run(
+                        _average_part, places, _records(plan), absolute_target(out), choice,
+                        lease.attempt,
+                    )  # fmt: skip
             else:
-                with closing(InlineSession(new_attempt=lambda: lease.attempt)) as session:
-                    _save(plan, out, session, meter)
+                _save(plan, out, session_alone(), lease.attempt, meter)
         except BaseException as error:
             if not isinstance(error, CommitUnknownError):
                 # Why suppressed: the caller needs the first error.
@@ -552,13 +554,14 @@ class _Items:
         self._meter.add(self._plan.bytes_of(box), box.name)
 
 
-def _save(plan: AveragePlan, out: AnyPlace, session: Any, meter: Meter) -> None:
+def _save(plan: AveragePlan, out: AnyPlace, session: Any, attempt: str, meter: Meter) -> None:
     """Writes the part of a rank.
 
     Args:
         plan: The same on all ranks.
         out: As for `average`.
         session: Session of the rank.
+        attempt: Id for the attempt: that in the lease of the target.
         meter: Counts the bytes that are done.
     """
     ends = np.cumsum([plan.bytes_of(box) for box in plan.boxes])
@@ -577,7 +580,8 @@ def _save(plan: AveragePlan, out: AnyPlace, session: Any, meter: Meter) -> None:
     activity = Activity(session, options.heartbeat_timeout_s)
     with Account("save", target.url, activity), activity:
         save = RankSave.of(activity, target, options)
-        save = replace(save, about={"average": {"sources": list(plan.report.sources)}})
+        about = {"average": {"sources": list(plan.report.sources)}}
+        save = replace(save, about=about, attempt=attempt)
         outcome = drive(save.run(lambda: _Items(plan, boxes, meter)), activity.call)
     for warning in outcome.warnings if session.rank == 0 else ():
         events.warn(warning, stacklevel=3)
@@ -608,7 +612,11 @@ def _num_ranks(plan: AveragePlan, out: AnyPlace) -> int:
 
 
 def _average_part(
-    places: Sequence[AnyPlace], records: Sequence[bytes], out: AnyPlace, choice: Mapping[str, Any]
+    places: Sequence[AnyPlace],
+    records: Sequence[bytes],
+    out: AnyPlace,
+    choice: Mapping[str, Any],
+    attempt: str,
 ) -> None:
     """Averages on one rank.
 
@@ -622,7 +630,7 @@ def _average_part(
             f"they were opened, but one was replaced meanwhile; run it again"
         )
     session = current_session()
-    _save(plan, out, session if session is not None else session_alone(), uncounted())
+    _save(plan, out, session if session is not None else session_alone(), attempt, uncounted())
 
 
 def _records(plan: AveragePlan) -> list[bytes]:

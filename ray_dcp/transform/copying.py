@@ -125,7 +125,7 @@ def copy_checkpoint(
     *,
     meter: Meter | None = None,
     opener: Callable[[Target], Storage] = open_storage,
-    beside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    beside: Callable[[Callable[[], bool]], AbstractContextManager[object]] = nullcontext,
     then: Callable[[], object] = lambda: None,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
@@ -140,7 +140,8 @@ def copy_checkpoint(
         meter: Counts the bytes that are copied, if given; the caller has told it how many to
             expect.
         opener: What opens the storage of the target.
-        beside: What is done around the copy, under the lease of the target.
+        beside: What is done around the copy, under the lease of the target. What it gets returns
+            whether the copy may be committed, to decide what a failure takes back.
         then: What is done after it, also if an earlier process had committed it.
 
     Raises:
@@ -160,9 +161,11 @@ def copy_checkpoint(
         is_done = lease.is_done or (
             lease.is_again and not lease.again and is_copied(source, plan.checkpoint, storage)
         )
-        with nullcontext() if is_done else beside():
-            if not is_done:
-                _copy(source, plan, target, meter or uncounted(), opener, lease)
+        if is_done:
+            with beside(lambda: True):  # ends the leases that are left there
+                pass
+        else:
+            _copy(source, plan, target, meter or uncounted(), opener, lease, beside)
         then()
 
 
@@ -173,6 +176,7 @@ def _copy(
     meter: Meter,
     opener: Callable[[Target], Storage],
     lease: TargetLease,
+    beside: Callable[[Callable[[], bool]], AbstractContextManager[object]],
 ) -> None:
     storage = opener(target)
     # Why before looking: what is committed after this meets the record of the copy, or its create.
@@ -189,14 +193,15 @@ def _copy(
         hidden = [e.key for e in everything(storage) if is_temporary(e.key)]
         storage.delete([key for key in hidden if key.endswith(names)])
     copying = _Copying(source, storage, plan, meter, lease)
-    try:
-        if manifest is None:
-            _copy_others(copying, plan, standing)
-        else:
-            _copy_ours(copying, plan, manifest, standing, target, opener)
-    except BaseException as error:
-        copying.undo(error)
-        raise
+    with beside(lambda: copying.may_stand):
+        try:
+            if manifest is None:
+                _copy_others(copying, plan, standing)
+            else:
+                _copy_ours(copying, plan, manifest, standing, target, opener)
+        except BaseException as error:
+            copying.undo(error)
+            raise
 
 
 def check_free(target: Storage, dead: Collection[str] = (), taken: Collection[str] = ()) -> None:

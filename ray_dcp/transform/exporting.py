@@ -424,8 +424,17 @@ def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
 
 
 @contextmanager
-def _items_copied(view: CheckpointView, target: Target, meter: Meter) -> Iterator[None]:
-    """Copies the items of a step before its own record; deletes the copies if that fails."""
+def _items_copied(
+    view: CheckpointView, target: Target, meter: Meter, may_stand: Callable[[], bool]
+) -> Iterator[None]:
+    """Copies the items of a step before its own record; deletes the copies if that fails.
+
+    Args:
+        view: The step.
+        target: Where it is copied.
+        meter: Counts bytes.
+        may_stand: Returns whether the copy of the step may be committed; its items then stay.
+    """
     items = items_of(view.storage, view.checkpoint)
     if items and view.place is None:
         raise InvalidRequestError(
@@ -445,7 +454,8 @@ def _items_copied(view: CheckpointView, target: Target, meter: Meter) -> Iterato
     except CommitUnknownError:
         raise  # the step may be there by now, or appear
     except BaseException:
-        for one in copied:
+        # Why: an interrupt may come after the commit, and the step would lack its items.
+        for one in () if may_stand() else copied:
             # Why suppressed: the caller needs the first error.
             with suppress(CheckpointError):
                 delete(one.place or one.url, expected=one.attempt)

@@ -16,15 +16,25 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import ray_dcp
 from tests.crash import interruptions
 from tests.crash.interruptions import CALLS
 
 __all__ = ["run_command", "serve"]
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "ray_dcp.copy": lambda source, target: ray_dcp.copy(source, target),
+    "ray_dcp.export": lambda source, target: ray_dcp.export(source, target),
+    "ray_dcp.average": lambda *places: ray_dcp.average(places[:-1], places[-1]),
+}
+"""What is called in place of a command line that begins with its name."""
 
 
 class _Killing(interruptions._System):
@@ -90,7 +100,10 @@ def _in_child(arguments: list[str], folder: Path, at: int | None, number: int, t
         for name in (name for name in CALLS if hasattr(os, name)):
             stack.enter_context(mock.patch.object(os, name, killing.replaced(name)))
         try:
-            main(arguments, prog_name="ray-dcp")
+            if arguments[0] in FUNCTIONS:
+                FUNCTIONS[arguments[0]](*arguments[1:])
+            else:
+                main(arguments, prog_name="ray-dcp")
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else 0
     os.write(to, f"{len(killing.steps)}\n{text.getvalue()[-4000:]}".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -65,14 +66,21 @@ def test_ranks_of_the_named_ray_share_the_tensors(tmp_path: Path, monkeypatch: p
     sources = [f"{tmp_path}/run@{step}" for step in (1, 2, 3)]
     alone = ray_dcp.average(sources, tmp_path / "alone", weights=[1, 2, 4], dtype="float32")
     monkeypatch.setattr(averaging, "RANK_BYTES", 1024)
-    seen = []
+    seen, leases, lease = [], list[bytes](), tmp_path / "shared/writing-00000001.json"
+
+    def look(progress):
+        seen.append(progress)
+        leases.extend([lease.read_bytes()] if lease.exists() else [])
+
     shared = ray_dcp.average(
-        sources, tmp_path / "shared", weights=[1, 2, 4], dtype="float32",
-        progress=seen.append,
+        sources, tmp_path / "shared", weights=[1, 2, 4], dtype="float32", progress=look
     )  # fmt: skip
     assert seen[-1].done_bytes == seen[-1].total_bytes == shared.num_bytes
     made, other = ray_dcp.open(tmp_path / "shared"), ray_dcp.open(tmp_path / "alone")
     assert (made.world_size, other.world_size) == (2, 1)
+    # By it, who repeats the command of a process that was killed fences what its ranks wrote.
+    assert {json.loads(one)["attempt"] for one in leases} == {made.attempt}
+    assert not lease.exists()
     assert made.names == other.names
     assert made.diff(other).counts == {"unchanged": 6}
     assert made.sources == shared.sources == alone.sources

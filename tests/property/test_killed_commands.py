@@ -40,6 +40,8 @@ class Verb:
     line: str
     changes: str = ""
     """The source that the command changes, and that each case therefore has a copy of."""
+    by: tuple[str, ...] = ("SIGKILL", "SIGTERM", "SIGHUP")
+    """The signals: a function of Python catches none."""
 
 
 VERBS = (
@@ -61,6 +63,9 @@ VERBS = (
     Verb("gc", "gc {to}/run --abort-unfinished --yes", changes="run"),
     Verb("rm", "rm {to}/run@1 --yes --force", changes="run"),
     Verb("metadata", "metadata {to}/plain", changes="plain"),
+    Verb("python.copy", "ray_dcp.copy {from}/run/step-00000002 {to}/copy", by=("SIGKILL",)),
+    Verb("python.export", "ray_dcp.export {from}/plain {to}/w.safetensors", by=("SIGKILL",)),
+    Verb("python.average", "ray_dcp.average {from}/run@1 {from}/run@2 {to}/mean", by=("SIGKILL",)),
 )
 
 
@@ -144,10 +149,16 @@ def left_at(folder: Path) -> dict[str, Any]:
         known = _SLOT.sub(r"\1-N", _ID.sub("ID", name))
         if known.endswith("/reserve"):
             continue
+        if ".manager/" in name and path.name.startswith(".tmp-"):
+            continue  # a tag or note that was not published, which nobody reads
         # Why once: an attempt that was ended has left a record, which says so.
         names[known] = 1 if "manifest-N" in known else names[known] + 1
         if name.endswith((".safetensors", ".pt")) or ".manager/" in name:
             found[known] = _read_file(path)
+    for known in [known for known in names if "trace.ID" in known]:
+        # Why: a trace is of the process that committed, which may not have come to write it. More
+        # than one would be left by another.
+        names[known] = max(0, names[known] - 1)
     for key in [key for key in found if key.endswith(("reserve", "catalogue")) or "writer-" in key]:
         del found[key]
     return found
@@ -191,10 +202,13 @@ def test_a_command_that_was_killed_is_repeated_and_ends_as_if_nothing_had_been(
     assert undisturbed["status"] == 0, undisturbed["output"]
     expected, calls = left_at(tmp_path / "to"), undisturbed["calls"]
     assert calls > 0
-    chosen = range(calls) if IS_THOROUGH else sorted({calls // 2, calls * 3 // 4, calls - 1})
+    # A sample: one call of each verb, at another part of its work and by another signal than the
+    # neighbour's.
+    place = VERBS.index(verb)
+    chosen = range(calls) if IS_THOROUGH else [calls * (3 + place % 5) // 8]
     wrong, reached = [], Counter[int]()
-    for number, at in enumerate(chosen):
-        for by in SIGNALS if IS_THOROUGH else [list(SIGNALS)[number % 3]]:
+    for at in chosen:
+        for by in verb.by if IS_THOROUGH else [verb.by[place % len(verb.by)]]:
             fresh(verb, sources, tmp_path / "to")
             killed = commands.run(arguments, tmp_path, at, by)
             reached[killed["status"]] += 1
