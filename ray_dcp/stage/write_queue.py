@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import platform
 import threading
 import time
 from collections import deque
@@ -304,8 +305,8 @@ class WriteQueue:
                     job.to("rank_left")
                     rank = job.order.key.rank
                     error = ParticipantError(
-                        f"rank {rank} died before the stager had all its bytes; restart it and "
-                        f"save again",
+                        f"rank {rank} on {platform.node()} died before the stager had all its "
+                        f"bytes; restart it and save again",
                         rank=rank,
                     )
                     self._fail(job, "failed", error)

@@ -18,6 +18,7 @@ from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
 from ray_dcp.stage import link, write_queue
 from ray_dcp.stage.link import transfer
+from ray_dcp.stage.memory import PrivateMemory
 from ray_dcp.stage.orders import StagedWindow, StageKey
 from ray_dcp.stage.windows import HostFiller, too_many
 from ray_dcp.stage.write_queue import WriteQueue
@@ -310,6 +311,25 @@ def test_a_transfer_that_fails_leaves_no_object(places, monkeypatch):
     assert eventually(lambda: not put_by[0].alive)
     assert node.idle()
     assert caught.value.__traceback__  # as the handle of a save keeps it
+
+
+@pytest.mark.parametrize("error", [errors.StorageError("device is gone"), KeyboardInterrupt()])
+def test_memory_of_a_window_that_can_not_be_filled_serves_the_next_transfer(
+    error, places, monkeypatch
+):
+    def gone(row):
+        raise error
+
+    memory = PrivateMemory()
+    monkeypatch.setattr(link, "_scratch", memory)
+    what = share([5000] * 1600)
+    staged(Node(8), what, places[0])
+    kept_bytes = memory.idle_bytes
+    assert kept_bytes > 0
+    order = what.order(KEY, places[0], SLOT)
+    with pytest.raises(type(error)):
+        transfer(Link(Node(8)), order, None, HostFiller(gone), what.items.deferred, timeout_s=180)
+    assert memory.idle_bytes == kept_bytes
 
 
 def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monkeypatch):
