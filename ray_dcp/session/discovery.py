@@ -488,12 +488,18 @@ def await_group(
     """
     if store is None:
         return
+    own = json.dumps(_place_of(rank))
     group = f"{JOB_KEY}/{name}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
-    store.set(f"{group}/{rank}", json.dumps(_place_of(rank)))
-    keys = {f"{group}/{other}": other for other in ranks if other != rank}
-    missing = [*keys]
+    meeting = _Meeting(store, group, ranks, rank, own)
     begin_s, is_logged = time.monotonic(), False
-    while missing:
+    while True:
+        waited_s = time.monotonic() - begin_s
+        missing = meeting.await_ranks(min(look_s, max(timeout_s - waited_s, 0.0)))
+        if not missing:
+            if meeting.decide(_ALL):
+                return
+            meeting.follow()
+            continue
         waited_s = time.monotonic() - begin_s
         if waited_s >= LONG_WAIT_S and not is_logged:
             logger.warning(
@@ -501,23 +507,83 @@ def await_group(
                 "neither save nor load. All ranks of a group have to",
                 rank,
                 waited_s,
-                name_ranks([keys[key] for key in missing]),
+                name_ranks(missing),
             )
             is_logged = True
-        if waited_s >= timeout_s:
-            found = [json.loads(store.get(key)) for key in {*keys} - {*missing}]
-            store.delete_key(f"{group}/{rank}")
-            raise _absent([keys[key] for key in missing], [_place_of(rank), *found], timeout_s)
-        missing = await_keys(store, missing, min(look_s, timeout_s - waited_s))
-        connected = [keys[k] for k in missing if store.check([f"{JOB_KEY}/connect/{keys[k]}"])]
+        connected = [one for one in missing if store.check([f"{JOB_KEY}/connect/{one}"])]
+        if not connected and waited_s < timeout_s:
+            meeting.follow()
+            continue
+        if not meeting.decide(_LEFT):
+            return
         if connected:
-            store.delete_key(f"{group}/{rank}")
             raise RankDisagreementError(
                 f"Expected all ranks to come to one session, but {name_ranks(connected)} called "
                 f"ray_dcp.connect, and rank {rank} relies on the torch process group. Call "
                 f"connect on every rank, or on none",
                 rank=rank,
             )
+        raise _absent(missing, meeting.places(), timeout_s)
+
+
+_ALL, _LEFT = "all", "left"
+"""How a meeting ended: all ranks came and make the session, or one of them left before."""
+
+
+class _Meeting:
+    """The ranks of a group that come together to make a session, by the keys of a store.
+
+    The first rank to decide how a meeting ends decides it for all, by one compare-and-set. *Why*: a
+    rank whose deadline passes while the last one comes would leave, and the others wait in the
+    broadcast for it. After one has left, the others meet again.
+
+    Args:
+        store: A client of the job's store.
+        group: Prefix of the keys.
+        ranks: Ranks of the group.
+        rank: This rank.
+        own: What this rank says of itself.
+    """
+
+    def __init__(self, store: Any, group: str, ranks: Sequence[int], rank: int, own: str) -> None:
+        self._store, self._group = store, group
+        self._rank, self._own = rank, own
+        self._others = [other for other in ranks if other != rank]
+        self._number = -1
+        self.follow()
+
+    def await_ranks(self, timeout_s: float) -> list[int]:
+        """Waits until all ranks are here; returns those that did not come in time."""
+        keys = {self._key(other): other for other in self._others}
+        return [keys[key] for key in await_keys(self._store, [*keys], timeout_s)]
+
+    def decide(self, how: str) -> bool:
+        """Ends the meeting, unless it has ended; returns whether it ended so.
+
+        If all came while this rank would have left, it has not. If another one left while all were
+        here, the next meeting begins.
+        """
+        ended: bytes = self._store.compare_set(self._key("end"), "", how)
+        return ended.decode() == how
+
+    def follow(self) -> None:
+        """Goes on to the next meeting if a rank has left this one."""
+        while self._number < 0 or self._ended() == _LEFT:
+            self._number += 1
+        self._store.set(self._key(self._rank), self._own)
+
+    def places(self) -> list[_Place]:
+        """Returns where this rank is, and those that came."""
+        keys = [self._key(other) for other in self._others]
+        came = [key for key in keys if self._store.check([key])]
+        return [json.loads(self._own), *(json.loads(self._store.get(key)) for key in came)]
+
+    def _ended(self) -> str:
+        key = self._key("end")
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _key(self, what: object) -> str:
+        return f"{self._group}/{self._number}/{what}"
 
 
 _Place = Sequence[Any]

@@ -148,6 +148,37 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts_and_may_come_later(st
         assert [wait.result(180) for wait in waits] == [None] * 2
 
 
+class LateStore:
+    """A store before whose first decision something else happens."""
+
+    def __init__(self, store, happens) -> None:
+        self._store, self._happens = store, [happens]
+
+    def __getattr__(self, name):
+        if name == "compare_set" and self._happens:
+            self._happens.pop()()
+        return getattr(self._store, name)
+
+
+def test_a_rank_whose_deadline_passes_while_the_last_one_comes_stays(store):
+    """The other would wait in the group's broadcast for it, until the timeout of the group."""
+    came = []
+    late = LateStore(store, lambda: came.append(await_group(store, [0, 1], 1, timeout_s=0.01)))
+    await_group(late, [0, 1], 0, timeout_s=0.01)
+    assert came == [None]
+
+
+def test_the_last_rank_waits_for_one_that_leaves_while_it_comes(store):
+    meeting = "ray_dcp/discovery//2-0-1/0"
+    store.set(f"{meeting}/0", '["there", 0, 1]')
+    late = LateStore(store, lambda: store.compare_set(f"{meeting}/end", "", "left"))
+    with pytest.raises(DeadlineError, match="these did not: rank 0 on"):
+        await_group(late, [0, 1], 1, timeout_s=0.05)
+    with ThreadPoolExecutor(2) as pool:
+        waits = waiting(pool, store, [0, 1], [0, 1])
+        assert [wait.result(180) for wait in waits] == [None] * 2
+
+
 def test_two_threads_make_the_first_session_of_a_group_once(monkeypatch):
     """Each would broadcast, and take the other's answer."""
     both, made, came = threading.Barrier(2), [], set()
