@@ -53,7 +53,7 @@ def test_a_run_that_was_killed_goes_on_and_logs_what_it_would_have_logged(tmp_pa
         cwd=REPOSITORY,
         env=plain_environment() | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
-        timeout=120,
+        timeout=500,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert lightning_fit.newest(tmp_path / "run").name == "epoch=1.ckpt"

@@ -498,7 +498,7 @@ from ray_dcp import Location
 place = Location({str(tmp_path / "a")!r}, filesystem=fsspec.filesystem("file"))
 ray_dcp.save({{"w": torch.ones(2)}}, checkpoint_id=place)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
     assert ray_dcp.open(tmp_path / "a").names == ("w",)
 
 
