@@ -44,8 +44,12 @@ class Model(pl.LightningModule):
     def __init__(self, width: int = 3, kill_at: int | None = None) -> None:
         super().__init__()
         self.save_hyperparameters("width")
+        # Careful: a bias before a batch norm has a gradient of rounding errors alone, of which Adam
+        # makes whole steps.
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
+            torch.nn.Linear(4, width, bias=False),
+            torch.nn.BatchNorm1d(width),
+            torch.nn.Linear(width, 1),
         )
         self.kill_at = kill_at
         self.seen: dict[Any, Any] = {}
@@ -107,7 +111,13 @@ def fit(
         enable_model_summary=False,
     )
     loader = torch.utils.data.DataLoader(data, batch_size=8)
-    trainer.fit(model, loader, loader, ckpt_path=newest(run))
+    # Why: the last bit of a sum depends on their number.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trainer.fit(model, loader, loader, ckpt_path=newest(run))
+    finally:
+        torch.set_num_threads(num_threads)
     return trainer, model
 
 
