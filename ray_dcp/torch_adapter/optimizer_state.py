@@ -51,6 +51,7 @@ from ray_dcp.torch_adapter.flatten import (
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
 from ray_dcp.torch_adapter.optimizer_kind import options_in, saved_by_another
 from ray_dcp.torch_adapter.priming import held_by, primed, shard_like, state_of, wrapped_by
+from ray_dcp.torch_adapter.shards import as_sharded_like
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
 
@@ -432,31 +433,36 @@ def _has_place(rest: str, state: Mapping[Any, Any], params: Collection[Any]) -> 
 _PARTS = ("state", "param_groups", OTHER_STATE, LOCAL_STATE)
 
 
-def _is_local_part(value: Any, parameter: DTensor) -> bool:
-    """Returns whether a value is a plain tensor of the shape of this rank's part of a parameter."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and value.dim() > 0
-        and value.shape == parameter.to_local().shape
-        # Why: on each rank alike, whatever is the length of its own part.
-        and any(
-            place.is_shard() and parameter.device_mesh.size(dim) > 1
-            for dim, place in enumerate(parameter.placements)
-        )
+def _is_cut(parameter: DTensor) -> bool:
+    """Returns whether a parameter is cut into parts: on each rank alike, whatever its length."""
+    return any(
+        place.is_shard() and parameter.device_mesh.size(dim) > 1
+        for dim, place in enumerate(parameter.placements)
     )
 
 
-def _as_part(value: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Returns a tensor as this rank's part of one that is sharded like a parameter."""
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _is_plain(value: Any) -> bool:
+    """Returns whether state is a plain tensor that may be a part of a whole: no number."""
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_tensor and value.dim() > 0
+
+
+def _fixed_shapes(
+    sharded: Iterable[tuple[Mapping[Any, Any], DTensor]],
+) -> set[tuple[Any, torch.Size]]:
+    """Returns the names and shapes of plain state that do not follow the shape of a shard.
+
+    Such a value is a replica, as a step in a tensor of one element, also where a shard happens to
+    have that shape. Ranks whose shards have other lengths would save it in two ways otherwise.
+
+    Args:
+        sharded: State with its sharded parameter.
+    """
+    found = {("step", torch.Size([1]))}
+    for state, parameter in sharded:
+        own = parameter.to_local().shape
+        found |= {(k, v.shape) for k, v in state.items() if _is_plain(v) and v.shape != own}
+    return found
 
 
 class _Named:
@@ -497,12 +503,24 @@ class _Named:
             for entry, parameter in zip(group["params"], own["params"], strict=False)
         }
         local: dict[Any, dict[Any, Any]] = {}
-        for entry, state in named["state"].items():
-            parameter = owners.get(entry)
-            if isinstance(state, Mapping) and isinstance(parameter, DTensor):
-                parts = {k: v for k, v in state.items() if _is_local_part(v, parameter)}
-                if parts:
-                    local[entry] = {k: _as_part(v, parameter) for k, v in parts.items()}
+        sharded = {
+            entry: (state, parameter)
+            for entry, state in named["state"].items()
+            if isinstance(state, Mapping)
+            and isinstance(parameter := owners.get(entry), DTensor)
+            and _is_cut(parameter)
+        }
+        fixed = _fixed_shapes(sharded.values())
+        for entry, (state, parameter) in sharded.items():
+            parts = {
+                k: v
+                for k, v in state.items()
+                if _is_plain(v)
+                and v.shape == parameter.to_local().shape
+                and (k, v.shape) not in fixed
+            }
+            if parts:
+                local[entry] = {k: as_sharded_like(v, parameter) for k, v in parts.items()}
         if not local:
             return named
         rest = {

@@ -390,6 +390,18 @@ def _resolved(value: Any, name: str, problems: list[str]) -> Any:
     return made
 
 
+def as_sharded_like(local: torch.Tensor, whole: DTensor) -> DTensor:
+    """Returns a tensor as this rank's part of one that is sharded like another."""
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 def _shown(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a copy of what it shows if its memory holds something else."""
     if isinstance(tensor, DTensor):
@@ -397,14 +409,7 @@ def _shown(tensor: torch.Tensor) -> torch.Tensor:
         shown = _shown(local)
         if shown is local:
             return tensor
-        return DTensor.from_local(
-            shown,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        return as_sharded_like(shown, tensor)
     if not tensor.is_conj() and not tensor.is_neg():
         return tensor
     shown = tensor.detach().resolve_conj().resolve_neg()

@@ -23,7 +23,7 @@ from ray_dcp.core.values import Int64Array, padded, widen
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import devices
-from ray_dcp.torch_adapter.shards import copy_fields, is_sharded, sharded
+from ray_dcp.torch_adapter.shards import as_sharded_like, copy_fields, is_sharded, sharded
 from ray_dcp.torch_adapter.subclasses import class_name, copy_into, place
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,
@@ -368,14 +368,8 @@ def fresh_value(template: Any, dtype: torch.dtype) -> Any:
         dtype: Dtype of the new value.
     """
     if isinstance(template, DTensor):
-        # Shape and stride are passed, as the tensor may be sharded unevenly.
-        return DTensor.from_local(
-            _empty_like(template.to_local(), dtype, template.device_mesh.device_type),
-            device_mesh=template.device_mesh,
-            placements=template.placements,
-            shape=template.size(),
-            stride=template.stride(),
-        )
+        local = _empty_like(template.to_local(), dtype, template.device_mesh.device_type)
+        return as_sharded_like(local, template)
     if type(template) is AsStored:
         device = template.place or torch.get_default_device()
         return torch.empty(

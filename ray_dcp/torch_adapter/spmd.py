@@ -50,7 +50,22 @@ from ray_dcp.torch_adapter.objects import load_object
 Path = tuple[str | int, ...]
 
 
-class SPMDSavePlanner(DefaultSavePlanner):
+class _SplitState:
+    """What torch_xla's planners have: sharded tensors, and all other values, in two mappings."""
+
+    state_dict: dict[str, Any]
+
+    @property
+    def unsharded_state_dict(self) -> dict[str, Any]:
+        """The values that are no sharded tensors, by name."""
+        return self.state_dict
+
+    @unsharded_state_dict.setter
+    def unsharded_state_dict(self, values: dict[str, Any]) -> None:
+        self.state_dict = values
+
+
+class SPMDSavePlanner(_SplitState, DefaultSavePlanner):
     """Plans a save of a state dict that may have SPMD-sharded tensors.
 
     Each distinct shard is one chunk. A shard that several devices hold (of a tensor that is sharded
@@ -98,15 +113,6 @@ class SPMDSavePlanner(DefaultSavePlanner):
         self.flatten_state_dict = False
         super().set_up_planner(plain, meta, is_coordinator)
         self.flatten_state_dict = True
-
-    @property
-    def unsharded_state_dict(self) -> dict[str, Any]:
-        """The values that are no sharded tensors, by name."""
-        return self.state_dict
-
-    @unsharded_state_dict.setter
-    def unsharded_state_dict(self, values: dict[str, Any]) -> None:
-        self.state_dict = values
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner.create_local_plan`."""
@@ -160,7 +166,7 @@ class _Copy:
     """Number of elements that are not read yet; at least 1."""
 
 
-class SPMDLoadPlanner(DefaultLoadPlanner):
+class SPMDLoadPlanner(_SplitState, DefaultLoadPlanner):
     """Plans a load into a state dict whose tensors are on XLA devices, keeping their sharding.
 
     Tensors are filled in place, each once its last element has arrived. Another global shape is an
@@ -205,15 +211,6 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(plain, metadata, is_coordinator)
         self.original_state_dict = state_dict  # type: ignore[assignment]
         self.mappings = mappings
-
-    @property
-    def unsharded_state_dict(self) -> dict[str, Any]:
-        """The values that are no sharded tensors, by name."""
-        return self.state_dict
-
-    @unsharded_state_dict.setter
-    def unsharded_state_dict(self, values: dict[str, Any]) -> None:
-        self.state_dict = values
 
     def create_local_plan(self) -> LoadPlan:
         """See `LoadPlanner.create_local_plan`.

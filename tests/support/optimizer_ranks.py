@@ -50,7 +50,14 @@ class RankCase:
 
 
 _FEW = ("AdamW", "subclass", "8 bits", "fp32 master of bf16")
-_ALL = (*_FEW, "local codes", "int64 counters", "state of no parameter", "texts and records")
+_ALL = (
+    *_FEW,
+    "local codes",
+    "counters of one element",
+    "int64 counters",
+    "state of no parameter",
+    "texts and records",
+)
 _WRAPPERS = ("its own form", "torch's form", "of several, at any depth")
 _STORIES = ("frozen", "frozen afterwards", "empty group", "one of two")
 
@@ -63,6 +70,8 @@ CASES: dict[str, RankCase] = {
         RankCase("subclass", "3", "2x2"),
         RankCase("local codes", "2", "2x2"),
         RankCase("local codes", "2x2", "2"),
+        RankCase("counters of one element", "2", "3"),
+        RankCase("counters of one element", "3", "2"),
         *(RankCase(name, writer="stock") for name in ("8 bits", "fp32 master of bf16")),
         *(RankCase("AdamW", story=story) for story in _STORIES),
         *(RankCase("AdamW", "2", "2", same=True, story=story) for story in _STORIES[:2]),

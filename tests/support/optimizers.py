@@ -119,6 +119,18 @@ class LocalCodes(Plain):
         local.sub_(moment * group["lr"] / state["step"])
 
 
+class OneElement(Plain):
+    """Its counters are plain tensors of one element, as a part of a small parameter may be."""
+
+    def update(self, parameter, gradient, state, group):
+        if not state:
+            state["step"] = torch.zeros(1)
+            state["clock"] = torch.zeros(1)
+        state["step"] += 1
+        state["clock"] += 2
+        parameter.add_(gradient, alpha=-group["lr"] / (state["step"] + state["clock"]).item())
+
+
 class TwoHalves(Plain):
     """Its moment is a tensor subclass that holds two tensors, and they differ."""
 
@@ -424,6 +436,7 @@ OF_THE_TESTS: dict[str, Case] = {
     "8 bits": Case(of(EightBit)),
     "subclass": Case(of(TwoHalves)),
     "local codes": Case(of(LocalCodes)),
+    "counters of one element": Case(of(OneElement)),
     "fp32 master of bf16": Case(of(MasterWeights), dtype=torch.bfloat16),
     "bf16 moments of fp32": Case(of(HalfMoments)),
     "int64 counters": Case(of(Counting)),
@@ -597,8 +610,7 @@ def of_all(state: Any, parameter: Any) -> Any:
     local = parameter.to_local().shape
     return {
         key: like(parameter, value)
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == local
-        and not isinstance(value, DTensor)
+        if key == "codes" and value.shape == local
         else value
         for key, value in state.items()
     }  # fmt: skip
