@@ -41,7 +41,7 @@ from ray_dcp.place.target_lease import TargetLease, leases_at, writing_to
 from ray_dcp.store.local import LocalStorage, publish
 from ray_dcp.store.location import AnyPlace, checked_url, split_url
 from ray_dcp.store.opening import as_target, open_storage, place_below, target_of
-from ray_dcp.store.storage import KeyMissingError
+from ray_dcp.store.storage import KeyMissingError, is_temporary
 from ray_dcp.transform.copying import check_free, copy_checkpoint, is_copied, plan_copy
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
@@ -487,6 +487,15 @@ def _check_free_bytes(path: Path, num_bytes: int) -> None:
         )
 
 
+def _is_free(path: Path, form: str) -> bool:
+    """Returns whether nothing is in a directory, or what a command left that was killed there."""
+    names = os.listdir(path)
+    if form != "dcp" or not names:
+        return not names
+    # Why leases: of a process that lives, the export is refused later, by its name.
+    return all(map(is_temporary, names)) or bool(leases_at(open_storage(path)))
+
+
 def _check_target(plan: ExportPlan) -> None:
     if "://" in checked_url(plan.target):
         raise InvalidRequestError(
@@ -508,11 +517,7 @@ def _check_target(plan: ExportPlan) -> None:
                 f"expected a file in a directory that exists, but {path.parent} is none",
                 key="target",
             )
-    # Why leases: a process that was killed left what is there, or one that lives is named later.
-    elif path.exists() and not (
-        path.is_dir()
-        and (not any(path.iterdir()) or (plan.format == "dcp" and leases_at(open_storage(path))))
-    ):
+    elif path.exists() and not (path.is_dir() and _is_free(path, plan.format)):
         raise InvalidRequestError(
             f"expected a new or empty directory for {plan.format}, but {path} is neither",
             key="target",

@@ -158,6 +158,18 @@ def test_a_holder_on_another_host_counts_as_dead_when_it_renews_no_more(
     whole(target)
 
 
+def test_an_export_that_was_killed_while_it_wrote_its_lease_goes_on(run: Path):
+    target = run.parent / "new"
+    target.mkdir()
+    (target / ".tmp-0123456789ab-writing-00000001.json").write_bytes(b"{")
+    done("export", f"{run}@10", target, "--format", "dcp")
+    whole(target)
+    assert not [*target.glob(".tmp-*")]
+    (mine := run.parent / "mine").mkdir()
+    (mine / "notes").touch()
+    assert "new or empty directory" in refused("export", f"{run}@10", mine, "--format", "dcp")
+
+
 def test_a_copy_that_ctrl_c_ends_after_its_commit_keeps_the_items_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
