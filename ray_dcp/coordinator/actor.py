@@ -65,6 +65,7 @@ from ray_dcp.session.names import (
 )
 from ray_dcp.session.ray_calls import Caller
 from ray_dcp.session.session import MOST_CALLS
+from ray_dcp.store.environment import StorageVariables
 
 logger = logging.getLogger(__name__)
 
@@ -606,9 +607,18 @@ class Coordinator(CoordinatorLoop):
         lease_s: The actor exits when all its ranks have left or died, or when no rank ever
             registered and no call arrived for this time, in seconds.
         namespace: Ray namespace of the stagers.
+        variables: What storages read in the environment, where Ray does not pass it on.
     """
 
-    def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
+    def __init__(
+        self,
+        name: str,
+        lease_s: float,
+        namespace: str = NAMESPACE,
+        variables: StorageVariables | None = None,
+    ) -> None:
+        if variables is not None:
+            variables.become()
         # Why not in a thread: nothing else runs before the constructor returns.
         super().__init__(ray_calls.next_epoch(epoch_key(name)))
         self._name = name
@@ -773,7 +783,13 @@ class Coordinator(CoordinatorLoop):
 
 
 @ray_calls.starting_no_ray()
-def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
+def coordinator_of(
+    session: str,
+    *,
+    namespace: str = NAMESPACE,
+    lease_s: float,
+    variables: StorageVariables | None = None,
+) -> Any:
     """Returns the handle of a session's coordinator, and creates the actor if there is none.
 
     Ranks may call it at once: one of them creates the actor, and all get it. It runs on any node,
@@ -783,6 +799,7 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         session: Name of the session.
         namespace: Ray namespace of the actor.
         lease_s: See `Coordinator`; applies if the actor is created.
+        variables: See `Coordinator`; applies if the actor is created.
     """
     name = coordinator_name(session, namespace)
     # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.
@@ -799,4 +816,4 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         # group, and Ray kills what is in there together with the trial.
         scheduling_strategy="DEFAULT",
     )
-    return actor.remote(name, check_above_0(lease_s, "lease_s"), namespace)
+    return actor.remote(name, check_above_0(lease_s, "lease_s"), namespace, variables)

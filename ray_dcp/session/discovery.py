@@ -419,10 +419,17 @@ def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | N
         known, session = sessions.of(_Alone)
         if known:
             return session
-        # Why one coordinator for all of a job: an actor starts in a second, and stays two minutes.
+        # Why one coordinator for all of a job and environment: an actor starts in a second, and
+        # stays two minutes; and it commits with the keys of its environment.
         _, job = ray_calls.this_connection() or ("", secrets.token_hex(8))
-        shared = f"alone-{job}"
-        made = RaySession(f"{shared}/{secrets.token_hex(8)}", 0, 1, actor=shared)
+        shared = f"alone-{ray_calls.job_of(job)}"
+        made = RaySession(
+            f"{shared}/{secrets.token_hex(8)}",
+            0,
+            1,
+            actor=shared,
+            variables=ray_calls.driver_variables(),
+        )
         try:
             made.register()
         except ParticipantError as error:

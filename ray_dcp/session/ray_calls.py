@@ -415,6 +415,18 @@ def storage_variables() -> StorageVariables:
     return StorageVariables({**of_storages, **StorageVariables.of_this_process().values})
 
 
+@_needs("the mode of a worker")
+def driver_variables() -> StorageVariables | None:
+    """Returns what storages read in the environment of a driver, which its actors do not inherit.
+
+    None in a worker: Ray passes its environment on.
+    """
+    from ray._private import worker
+
+    is_driver = worker.global_worker.mode == worker.SCRIPT_MODE
+    return storage_variables() if is_driver else None
+
+
 def job_of(session: str) -> str:
     """Returns a name of the job that this process works for, and of the environment that it has.
 

@@ -41,6 +41,7 @@ from ray_dcp.session.session import (
 )
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.orders import StagerOptions
+from ray_dcp.store.environment import StorageVariables
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""
@@ -282,6 +283,8 @@ class RaySession(Session):
             name.
         namespace: Ray namespace of the coordinator.
         lease_s: How long an unused coordinator stays, in seconds.
+        variables: What the coordinator's storages read in the environment; by default what Ray
+            passes on.
     """
 
     stages_itself = False
@@ -295,8 +298,10 @@ class RaySession(Session):
         actor: str | None = None,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
+        variables: StorageVariables | None = None,
     ) -> None:
         self._actor = actor or name
+        self._variables = variables
         self.namespace = namespace
         self.lease_s = check_above_0(lease_s, "lease_s")
         self._me = ray_calls.this_caller(os.getpid())
@@ -432,6 +437,9 @@ class RaySession(Session):
         with self._lock:
             if fresh or self._handle is None:
                 self._handle = coordinator_of(
-                    self._actor, namespace=self.namespace, lease_s=self.lease_s
+                    self._actor,
+                    namespace=self.namespace,
+                    lease_s=self.lease_s,
+                    variables=self._variables,
                 )
             return self._handle

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
@@ -10,7 +12,11 @@ import torch
 from ray.util import list_named_actors
 
 import ray_dcp
+from ray_dcp.errors import StorageError
 from tests.support.processes import eventually
+
+if TYPE_CHECKING:
+    from tests.support.servers.s3 import DevStore
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -32,6 +38,12 @@ class Worker:
         """Returns where the bytes are when the save has staged them."""
         saving = ray_dcp.async_save(state(value), checkpoint_id=path)
         saving.staged(180)
+        return str(saving.report().staging)
+
+    def committed(self, path: str) -> str:
+        """Returns where the bytes were staged, once the save is committed."""
+        saving = ray_dcp.async_save(state(1.0), checkpoint_id=path)
+        saving.committed(180)
         return str(saving.report().staging)
 
     def manage(self, root: str) -> str:
@@ -77,3 +89,28 @@ def test_a_save_of_a_process_that_is_alone_outlives_it(tmp_path: Path):
     for name, value in {**places, "task": 3.0}.items():
         assert stands(tmp_path / name, value), name
     assert stands(Path(run) / "step-00000007", 7.0)
+
+
+def test_processes_of_other_environments_commit_with_their_own(
+    server: DevStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Keys of one actor of a job are not those of another, nor of a coordinator that they share."""
+    folder = secrets.token_hex(6)
+    variables = {
+        "AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+    }  # fmt: skip
+
+    def worker(secret: str) -> Any:
+        environment = {"env_vars": {**variables, "AWS_SECRET_ACCESS_KEY": secret}}
+        return ray.remote(Worker).options(num_cpus=0, runtime_env=environment).remote()
+
+    expired, good = worker("expired"), worker(server.secret_access_key)
+    with pytest.raises(StorageError):
+        ray.get(expired.committed.remote(f"s3://ckpt/{folder}/0"))
+    assert ray.get(good.committed.remote(f"s3://ckpt/{folder}/1")) == "object_store"
+    # A driver's environment is its own: Ray passes it to no actor.
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)
+    assert Worker().committed(f"s3://ckpt/{folder}/2") == "object_store"
