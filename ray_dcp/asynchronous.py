@@ -612,15 +612,23 @@ def run_async_save(
             # Why here: only what goes on beside the training has to outlive this process.
             session = session_in_ray(_drain_session) or session
         native = _NativeSave(name, route, session, options, log)
-        native.begin(state_dict)
-        return native.handle
+        handle = SaveHandle(name, native)
+        native.begin(handle, state_dict)
+        return handle
     staged = _StagedByUser(name, route, session, options, log)
-    staged.begin(stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own)
-    return staged.handle
+    handle = SaveHandle(name, staged)
+    staged.begin(
+        handle, stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own
+    )
+    return handle
 
 
 class _Save:
-    """One save on this rank: its state, which the handle queries, and its thread."""
+    """One save on this rank: its state, which the handle queries, and its thread.
+
+    *Invariant*: the handle has the save, and the save has no handle. What runs the save gets the
+    handle as an argument, so that both are freed when the caller drops it, without a collector.
+    """
 
     _backend: StagingBackend | None = None
     """Stages the bytes; None where the user's stager does."""
@@ -643,7 +651,6 @@ class _Save:
         self._account = Account("async_save", checkpoint_id, activity, route.path, log)
         self.progress = activity.progress
         self._staging = ""
-        self.handle = SaveHandle(checkpoint_id, self)
 
     def cancel(self) -> bool:
         """Asks the coordinator to fail the save; returns False if its commit has begun."""
@@ -680,17 +687,20 @@ class _Save:
             stall_s=progress.held_s,
         )
 
-    def _complete(self, metadata: Metadata | None, error: BaseException | None) -> None:
+    def _complete(
+        self, handle: SaveHandle, metadata: Metadata | None, error: BaseException | None
+    ) -> None:
         """Completes the handle, after updating the metrics and emitting the end event."""
         try:
             self._account.end(error)
         finally:  # also when a listener of events raises SystemExit
-            self.handle._complete(metadata, error)
+            handle._complete(metadata, error)
 
-    def _go_on(self, finish: Callable[[], Metadata]) -> bool:
+    def _go_on(self, handle: SaveHandle, finish: Callable[[], Metadata]) -> bool:
         """Runs the rest of the save in a new thread, which then completes the handle.
 
         Args:
+            handle: Handle of the save.
             finish: The rest of the save.
 
         Returns:
@@ -706,56 +716,56 @@ class _Save:
                 metadata = finish()
             except BaseException as exc:  # noqa: BLE001 - the handle raises it
                 error = exc
-            _running.discard(self)
+            _running.pop(self, None)
             # Suppressed: a listener may raise SystemExit, and this thread ends here anyway.
             with suppress(BaseException):
-                self._complete(metadata, error)
+                self._complete(handle, metadata, error)
 
-        _running.add(self)
+        _running[self] = handle
         _drain_at_exit()
         try:
-            start_thread(run, f"ray_dcp save {self.handle.checkpoint_id}")
+            start_thread(run, f"ray_dcp save {handle.checkpoint_id}")
         except LimitError as error:
-            _running.discard(self)
+            _running.pop(self, None)
             self._session.leave(Left(self._key, error.message), LEAVING_S)
-            self._complete(None, error)
+            self._complete(handle, None, error)
             return False
         except BaseException as error:
             # Why: interrupted before the thread began, nobody would end this save.
             if begun.acquire(blocking=False):
-                _running.discard(self)
+                _running.pop(self, None)
                 # The caller got this error; it has no handle to ask for another one.
-                self.handle._looked_at = True
-                self._complete(None, error)
+                handle._looked_at = True
+                self._complete(handle, None, error)
             raise
         return True
 
-    def drain(self) -> None:
+    def drain(self, handle: SaveHandle) -> None:
         """Waits until the save has ended; logs an error if it has not within its deadlines."""
         timeout_s = self._options.write_timeout_s + self._options.commit_timeout_s
-        self.handle.upload_completion._await(timeout_s)
-        if not self.handle.done():
+        handle.upload_completion._await(timeout_s)
+        if not handle.done():
             logger.error(
                 "The asynchronous save to %s has not ended after %g s and is left; ask "
                 "ray_dcp.outcome(%r, %r) what became of it",
-                self.handle.checkpoint_id,
+                handle.checkpoint_id,
                 timeout_s,
-                self.handle.checkpoint_id,
+                handle.checkpoint_id,
                 self.progress.attempt,
             )
-        self.handle._log_if_unseen()
+        handle._log_if_unseen()
 
 
 class _NativeSave(_Save):
     """A save whose bytes ray_dcp stages."""
 
-    def begin(self, state_dict: Mapping[str, Any]) -> None:
+    def begin(self, handle: SaveHandle, state_dict: Mapping[str, Any]) -> None:
         """Plans the save; stages its bytes in the caller's thread if `staging="call"`."""
         self._in_background = self._options.staging == "background"
         with ExitStack() as stack:
             activity = stack.enter_context(self._account.activity)
             try:
-                stages = [self._plan(activity, state_dict)]
+                stages = [self._plan(handle, activity, state_dict)]
                 if not self._in_background:
                     finish = stages.pop()()
                 # The rank sends heartbeats until the save has ended.
@@ -768,21 +778,21 @@ class _NativeSave(_Save):
                         # staged.
                         return stages.pop()()() if stages else finish()
 
-                if self._go_on(finish_all):
+                if self._go_on(handle, finish_all):
                     stack.pop_all()
                 elif self._backend is not None:
                     self._backend.release(committed=False)
             except CheckpointError as error:
                 activity.leave(error)
-                self._complete(None, error)
+                self._complete(handle, None, error)
             except BaseException as error:
                 # The caller got this error; it has no handle to ask for another one.
-                self.handle._looked_at = True
+                handle._looked_at = True
                 self._account.end(error)
                 raise
 
     def _plan(
-        self, session: Activity, state_dict: Mapping[str, Any]
+        self, handle: SaveHandle, session: Activity, state_dict: Mapping[str, Any]
     ) -> Callable[[], Callable[[], Metadata]]:
         """Joins the save with the state as it is now; returns the function that stages it.
 
@@ -809,7 +819,7 @@ class _NativeSave(_Save):
             error, rest = backend.stage(save, go, captured)
             progress.count(backend.num_bytes)
             progress.release(progress.enter(STAGED))
-            self.handle._is_staged(error)
+            handle._is_staged(error)
             return partial(finish, rest)
 
         def finish(rest: Finish) -> Metadata:
@@ -838,6 +848,7 @@ class _StagedByUser(_Save):
 
     def begin(
         self,
+        handle: SaveHandle,
         stager: AsyncStager,
         state_dict: Mapping[str, Any],
         checkpoint_id: CheckpointId | None,
@@ -848,6 +859,7 @@ class _StagedByUser(_Save):
         """Stages the state as DCP does, in the caller's thread or the stager's.
 
         Args:
+            handle: Handle of the save.
             stager: The user's stager, or DCP's default.
             state_dict: The values to save.
             checkpoint_id: As given to `async_save`.
@@ -869,10 +881,10 @@ class _StagedByUser(_Save):
             if own is not None:
                 own.close()
             raise
-        mark_used(plug_ins, self.handle.upload_completion)
+        mark_used(plug_ins, handle.upload_completion)
         self._in_background = isinstance(staged, Future)
         if isinstance(staged, Future):
-            staged.add_done_callback(lambda done: self.handle._is_staged(done.exception()))
+            staged.add_done_callback(lambda done: handle._is_staged(done.exception()))
 
         def finish() -> Metadata:
             try:
@@ -892,18 +904,18 @@ class _StagedByUser(_Save):
                 if own is not None:
                     own.close()
 
-        if not self._go_on(finish) and own is not None:
+        if not self._go_on(handle, finish) and own is not None:
             own.close()
         if not isinstance(staged, Future):
             if stager.should_synchronize_after_execute:
                 stager.synchronize_staging()
-            self.handle._is_staged()
+            handle._is_staged()
         self.progress.release()
 
 
 # --- the end of the process ---------------------------------------------------------------------
 
-_running: set[_Save] = set()
+_running: dict[_Save, SaveHandle] = {}
 # Why: a forked child lacks the threads that end these saves, and would wait for them at its exit.
 os.register_at_fork(after_in_child=_running.clear)
 
@@ -917,12 +929,12 @@ def _drain_at_exit() -> None:
 
 def _drain() -> None:
     """Waits for the saves in progress, for as long as their own deadlines allow."""
-    for save in list(_running):
-        save.drain()
+    for save, handle in list(_running.items()):
+        save.drain(handle)
 
 
 def _drain_session(session: Session) -> None:
     """Waits for the saves of a session, before the Ray ends that stages them."""
-    for save in list(_running):
+    for save, handle in list(_running.items()):
         if save._session is session:
-            save.drain()
+            save.drain(handle)

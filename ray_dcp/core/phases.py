@@ -63,6 +63,7 @@ class PhaseClock:
         on_step: Called with each step and the time at which it began. The last call has None as the
             step, and the error if there was one.
         on_phase: Called with each phase that has ended, its duration, and the bytes that it moved.
+            The clock drops both after the last call.
 
     Examples:
         >>> now = iter([0.0, 1.0, 3.0, 6.0])
@@ -79,8 +80,8 @@ class PhaseClock:
         self.seconds: dict[str, float] = {}
         self.bytes: dict[str, int] = {}
         self.waited_s = 0.0
-        self.on_step: Callable[[Step | None, float, BaseException | None], None] = lambda *_: None
-        self.on_phase: Callable[[str, float, int], None] = lambda *_: None
+        self.on_step: Callable[[Step | None, float, BaseException | None], None] = _ignore
+        self.on_phase: Callable[[str, float, int], None] = _ignore
         self._clock = clock
         self._lock = threading.Lock()
         self._began_s = self._phase_s = self._step_s = self._moved_s = clock()
@@ -153,4 +154,11 @@ class PhaseClock:
         if ended is not None:
             self.on_phase(*ended)
         self.on_step(step, now_s, error)
+        if step is None:
+            # Why: the listener has this clock in most cases, and nothing follows the end.
+            self.on_step = self.on_phase = _ignore
         return now_s
+
+
+def _ignore(*_: object) -> None:
+    """Default of `on_step` and `on_phase`."""

@@ -311,7 +311,6 @@ class PartFile:
         self._plan = plan
         self._key = key
         self._source = source
-        source.before_wait = self.flush
         self._stop = stop
         self._pack: list[BytesLike] = []
         self._end = 0
@@ -323,9 +322,14 @@ class PartFile:
 
     def write(self) -> FileReceipt:
         """Writes the whole file, and returns its receipt."""
-        self._write_fixed()
-        places = [self._write_deferred(index) for index in range(len(self._plan.deferred))]
-        return self._finish(tuple(places))
+        self._source.before_wait = self.flush
+        try:
+            self._write_fixed()
+            places = [self._write_deferred(index) for index in range(len(self._plan.deferred))]
+            return self._finish(tuple(places))
+        finally:
+            # Why: source and file would keep each other, and the state, until a collector comes.
+            self._source.before_wait = _do_nothing
 
     def _write_fixed(self) -> None:
         """Writes all planned pieces: small ones joined with their neighbours, others alone."""

@@ -115,7 +115,11 @@ def naming_checkpoint(checkpoint_id: str) -> Iterator[None]:
         # Ranks that disagree may do so about the checkpoint; that error names all of theirs.
         if placed is error or isinstance(error, RankDisagreementError):
             raise
-        raise placed from error.__cause__
+        try:
+            raise placed from error.__cause__
+        finally:
+            # Why: the error has this frame in its traceback, and by it the state.
+            del placed
 
 
 def result_or_error(

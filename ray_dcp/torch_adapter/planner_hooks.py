@@ -726,6 +726,33 @@ class _Items(NamedTuple):
     """Chunk of each object, and what receives its bytes."""
 
 
+def _load_bytes(hooks: _PlannerHooks, item: ReadItem, weights_only: bool, data: bytes) -> None:
+    """Passes the bytes of an object to the planner, checked if `weights_only`."""
+    fqn = item.dest_index.fqn
+    if weights_only:
+        data = _checked_bytes(hooks, fqn, data)
+    hooks.of_item("load_bytes", fqn, item, io.BytesIO(data))
+
+
+def _checked_bytes(hooks: _PlannerHooks, fqn: str, data: bytes) -> bytes:
+    """Returns bytes of an object that torch's planners can unpickle without harm.
+
+    Raises:
+        UnsafeCheckpointError: The planner reads bytes that can't be checked.
+    """
+    if data.startswith(_ZIP) or not hooks.overrides(DefaultLoadPlanner, "load_bytes"):
+        # Why pickled again: torch's planners run the pickle without restriction. They get a
+        # pickle that ray_dcp writes, of the object that a safe load has built.
+        return dump_object(load_object(data, fqn=fqn), fqn=fqn)
+    raise hooks.error(
+        UnsafeCheckpointError,
+        f"{fqn!r} does not hold bytes of torch.save, so they can't be checked before "
+        f"{hooks.name}.load_bytes gets them; if you trust the checkpoint, load with "
+        f"LoadOptions(weights_only=False)",
+        fqn,
+    )
+
+
 class PlannedReads:
     """The read items of one planner, matched with the chunk table."""
 
@@ -775,7 +802,9 @@ class PlannedReads:
         self._stored.add(tensor)
         items = self._first if fqn in self._decisive else self._rest
         if kind == Kind.OBJECT:
-            items.objects.append((int(self._first_chunk[tensor]), self._setter(item)))
+            # Why not a method: the reads would then keep themselves, and the state, in a circle.
+            take = partial(_load_bytes, self._hooks, item, self._options.weights_only)
+            items.objects.append((int(self._first_chunk[tensor]), take))
             return
         offset, size = self._box(item, tensor)
         dtype = dtype_of(self._table.dtypes[self._table.dtype[tensor]], fqn=fqn)
@@ -862,29 +891,6 @@ class PlannedReads:
                 f"shape {shape}",
             )
         return offset, size
-
-    def _setter(self, item: ReadItem) -> Callable[[bytes], None]:
-        fqn = item.dest_index.fqn
-
-        def take(data: bytes) -> None:
-            if self._options.weights_only:
-                data = self._checked(fqn, data)
-            self._hooks.of_item("load_bytes", fqn, item, io.BytesIO(data))
-
-        return take
-
-    def _checked(self, fqn: str, data: bytes) -> bytes:
-        if data.startswith(_ZIP) or not self._hooks.overrides(DefaultLoadPlanner, "load_bytes"):
-            # Why pickled again: torch's planners run the pickle without restriction. They get a
-            # pickle that ray_dcp writes, of the object that a safe load has built.
-            return dump_object(load_object(data, fqn=fqn), fqn=fqn)
-        raise self._hooks.error(
-            UnsafeCheckpointError,
-            f"{fqn!r} does not hold bytes of torch.save, so they can't be checked before "
-            f"{self._hooks.name}.load_bytes gets them; if you trust the checkpoint, load with "
-            f"LoadOptions(weights_only=False)",
-            fqn,
-        )
 
     def _missing(self, metadata: Metadata) -> tuple[str, ...]:
         known = metadata.state_dict_metadata

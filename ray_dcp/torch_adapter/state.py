@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -434,26 +434,30 @@ def _owners(state_dict: Mapping[str, Any]) -> dict[Path, Any]:
 
     Mappings, lists and tuples are searched, keys of mappings in sorted order.
     """
-    found: dict[Path, Any] = {}
-    on_path: set[int] = set()
+    return dict(_owners_below(state_dict, (), set()))
 
-    def search(container: Any, path: Path) -> None:
-        if id(container) in on_path or len(path) > MAX_DEPTH:
-            return  # `flatten` refuses a state dict that contains itself.
-        on_path.add(id(container))
-        is_mapping = isinstance(container, Mapping)
-        for key in _sorted_keys(container) if is_mapping else range(len(container)):
-            value = container[key]
-            if type(value) in _LEAVES:
-                continue
-            if isinstance(value, _OWNERS) or is_optimizer(value):
-                found[(*path, key)] = value
-            elif isinstance(value, (Mapping, list, tuple)):
-                search(value, (*path, key))
-        on_path.discard(id(container))
 
-    search(state_dict, ())
-    return found
+def _owners_below(container: Any, path: Path, on_path: set[int]) -> Iterator[tuple[Path, Any]]:
+    """Yields what `_owners` returns, for one container.
+
+    Args:
+        container: The container.
+        path: Its path.
+        on_path: Containers above it, by `id`.
+    """
+    if id(container) in on_path or len(path) > MAX_DEPTH:
+        return  # `flatten` refuses a state dict that contains itself.
+    on_path.add(id(container))
+    is_mapping = isinstance(container, Mapping)
+    for key in _sorted_keys(container) if is_mapping else range(len(container)):
+        value = container[key]
+        if type(value) in _LEAVES:
+            continue
+        if isinstance(value, _OWNERS) or is_optimizer(value):
+            yield (*path, key), value
+        elif isinstance(value, (Mapping, list, tuple)):
+            yield from _owners_below(value, (*path, key), on_path)
+    on_path.discard(id(container))
 
 
 def _of_key(key: Any, state_dict: Mapping[str, Any], owners: Mapping[Path, Any]) -> dict[Path, Any]:
