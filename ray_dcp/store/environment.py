@@ -10,12 +10,12 @@ import os
 from collections.abc import Mapping
 
 PREFIXES = (
-    "AWS_", "AZURE_", "ARROW_", "CLOUDSDK_", "CURL_CA_", "FSSPEC_", "GCE_", "GCS_", "GOOGLE_",
-    "HADOOP_", "HF_", "KRB5", "REQUESTS_CA_", "S3_", "SSL_CERT_",
+    "AWS_", "AZURE_", "ARROW_", "BOTO", "CLOUDSDK_", "CURL_CA_", "FSSPEC_", "GCE_", "GCS_",
+    "GOOGLE_", "HADOOP_", "HF_", "KRB5", "REQUESTS_CA_", "S3_", "SSL_CERT_",
 )  # fmt: skip
 """How the names begin of what object stores, fsspec, pyarrow and their tools read."""
 
-NAMES = frozenset({"HOME", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"})
+NAMES = frozenset({"HOME", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NETRC", "NO_PROXY"})
 
 
 def is_of_storages(name: str) -> bool:

@@ -29,6 +29,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
+from ray_dcp.store.environment import is_of_storages
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url, url_below
 from ray_dcp.store.remote import Retrying, creates_if_absent_in, redacted
@@ -505,23 +506,28 @@ class _ArrowFilesystem(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyp
         return {info.path: self._make_entry(info) for info in self.fs.get_file_info(chosen)}
 
 
+_KNOWN_TO_READ = frozenset({"s3", "s3a"})
+"""Protocols of s3fs. It reads no variables but those of storages (`environment.is_of_storages`)."""
 _ENVIRONMENTS: dict[str, bytes] = {}
-"""Digest of the environment when a filesystem of a protocol was made last."""
+"""Digest of what a protocol may read in the environment, when its filesystem was made last."""
 
 
 def _forget_filesystems_of_another_environment(scheme: str) -> None:
     """Makes fsspec create a filesystem anew if the environment is another one than before.
 
     *Why*: fsspec keeps filesystems by their arguments alone, but many take credentials from the
-    environment when they are made. Which variables they read is not known.
+    environment when they are made. Which variables those of third parties read is not known.
 
     Args:
         scheme: Protocol of a URL; may be a chain, as `simplecache::ftp`.
     """
-    seen = hashlib.blake2b(repr(sorted(os.environ.items())).encode(errors="surrogateescape"))
+    variables = sorted(os.environ.items())
     for protocol in scheme.split("::"):
-        if _ENVIRONMENTS.setdefault(protocol, seen.digest()) != seen.digest():
-            _ENVIRONMENTS[protocol] = seen.digest()
+        is_known = protocol in _KNOWN_TO_READ
+        read = [one for one in variables if not is_known or is_of_storages(one[0])]
+        seen = hashlib.blake2b(repr(read).encode(errors="surrogateescape")).digest()
+        if _ENVIRONMENTS.setdefault(protocol, seen) != seen:
+            _ENVIRONMENTS[protocol] = seen
             get_filesystem_class(protocol).clear_instance_cache()
 
 

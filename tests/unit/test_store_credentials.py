@@ -23,6 +23,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store import credentials
 from ray_dcp.store.credentials import make_store, tried
+from ray_dcp.store.filesystems import filesystem_of
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from tests.support.processes import eventually
@@ -303,6 +304,18 @@ def test_a_filesystem_of_fsspec_is_made_anew_in_another_environment(monkeypatch)
         tokens.append((storage.filesystem.token, storage.filesystem))
     assert [token for token, _ in tokens] == ["first", "first", "second", "first"]
     assert tokens[0][1] is tokens[1][1]
+
+
+def test_s3fs_is_made_anew_for_variables_that_it_reads_alone(monkeypatch):
+    made = []
+    for name, value in (
+        ("AWS_PROFILE", "one"), ("LOSS_SCALE", "1"), ("LOSS_SCALE", "2"), ("AWS_PROFILE", "two"),
+        ("BOTO_DISABLE_CRT", "true"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+        made.append(filesystem_of("s3://bucket/run", {"key": "K", "secret": "S"})[0])
+    assert made[0] is made[1] is made[2]
+    assert made[2] is not made[3] is not made[4]
 
 
 def test_keys_that_a_tool_wrote_into_the_file_meanwhile_are_used(home):
