@@ -361,6 +361,7 @@ class LoopThread(Generic[T]):
         self.loop = asyncio.new_event_loop()
         self._ending = threading.Lock()
         self._has_ended = False
+        self._stops = [self.loop.stop]
         ready: Future[T] = Future()
         try:
             start_thread(partial(self._run, make, ready), "ray_dcp coordinator")
@@ -386,9 +387,10 @@ class LoopThread(Generic[T]):
 
     def stop(self) -> None:
         """Cancels what the loop runs, and ends its thread."""
-        # Suppressed: it is stopped already.
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        # Suppressed: it is stopped already. Why once: a second stop would end the loop in the
+        # middle of its last turn. Why no lock: the garbage collector may call this anywhere.
+        with suppress(RuntimeError, IndexError):
+            self.loop.call_soon_threadsafe(self._stops.pop())
 
     def _run(self, make: Callable[[], T], ready: Future[T]) -> None:
         async def begin() -> T:

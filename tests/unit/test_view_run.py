@@ -502,7 +502,7 @@ def test_a_copy_of_a_run_goes_on_where_it_was_interrupted(
     assert [one.tags for one in ray_dcp.open(target)] == [("kept",), (), ("last",)]
     save(live_run / "step-2", 5.0)
     found = invoke("cp", live_run, target)
-    assert (found.exit_code, "expected nothing of a checkpoint" in found.stderr) == (2, True)
+    assert (found.exit_code, "expected nothing of a checkpoint" in found.output) == (2, True)
 
 
 def test_copies_of_what_others_wrote_are_compared_byte_by_byte(tmp_path: Path):
@@ -514,7 +514,7 @@ def test_copies_of_what_others_wrote_are_compared_byte_by_byte(tmp_path: Path):
     file = checkpoints.data_file(target / "step-1")
     checkpoints.flip(file, file.read_bytes().index(torch.ones(8).numpy().tobytes()))
     found = invoke("cp", live_run, target)
-    assert (found.exit_code, "expected nothing of a checkpoint" in found.stderr) == (2, True)
+    assert (found.exit_code, "expected nothing of a checkpoint" in found.output) == (2, True)
 
 
 def damage(step: Path) -> None:
