@@ -15,11 +15,9 @@ from ray_dcp.io.records import RESERVE, RESERVE_BYTES
 from ray_dcp.manager import BestN, Item, LatestN
 from ray_dcp.manager.catalogue import FOLDER
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.worker_group import WorkerGroup
 from tests.crash.invariants import INVARIANTS, Aftermath, a_later_save_works, nothing_is_left
 from tests.crash.registry import OLD, Place
 from tests.support.arrays import sample_state
-from tests.support.attempts import names_at, one_error, save_sound, step_that_loads, try_save
 from tests.support.disks import PAGE, here, small_disk
 from tests.support.world import run_ranks, save_ranks
 
@@ -59,36 +57,6 @@ def test_at_every_free_byte_a_save_fails_on_all_ranks_or_is_committed(disk):
     assert set(told[:-1]) <= {StorageError, CommitUnknownError}
     assert told.count(StorageError) >= 3
     assert told.count(CommitUnknownError) <= 2
-
-
-@pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("disk", ["tmpfs where it can be mounted"], indirect=True)
-def test_real_ranks_are_told_of_a_full_disk_and_save_again_when_there_is_room(disk):
-    path = str(disk.path / "step-1")
-    with WorkerGroup(2, release_s=60) as ranks:
-        ranks.run(save_sound, path, 1)
-        kept = names_at(disk.path)
-        disk.leave(4 * PAGE, ranks.run)
-        failed = ranks.run(try_save, path, big_state)
-        error = one_error(failed, StorageError, "[ENOSPC]", path)
-        assert error.rank in (0, 1)
-        assert f"rank {error.rank}" in str(error)
-        disk.make_room(ranks.run)
-        assert kept <= names_at(disk.path)
-        assert ranks.run(step_that_loads, path) == [1, 1]
-        report = ray_dcp.verify(path)
-        assert report.ok
-        assert report.checked_bytes > 0
-        ranks.run(save_sound, path, 2)
-        assert ranks.run(step_that_loads, path) == [2, 2]
-    nothing_is_left(Aftermath(LocalStorage(path), allowed=()))
-
-
-def big_state(rank):
-    """A megabyte on each rank."""
-    import torch
-
-    return {f"big-{rank}": torch.full((1 << 18,), float(rank))}
 
 
 # --- freeing space where there is none ------------------------------------------------------------

@@ -192,7 +192,7 @@ def fresh(verb: Verb, sources: Path, folder: Path) -> list[str]:
     return verb.line.replace("{from}", str(sources)).replace("{to}", str(folder)).split()
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+@pytest.mark.parametrize("verb", VERBS if IS_THOROUGH else VERBS[::3], ids=lambda verb: verb.name)
 def test_a_command_that_was_killed_is_repeated_and_ends_as_if_nothing_had_been(
     verb: Verb, sources: Path, commands: Commands, tmp_path: Path
 ):
