@@ -30,7 +30,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.manifest import repeated, tied_in
+from ray_dcp.format.manifest import repeated, slot_of, tied_in
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions, check_patterns
 from ray_dcp.place.delete import delete
@@ -492,8 +492,10 @@ def _is_free(path: Path, form: str) -> bool:
     names = os.listdir(path)
     if form != "dcp" or not names:
         return not names
-    # Why leases: of a process that lives, the export is refused later, by its name.
-    return all(map(is_temporary, names)) or bool(leases_at(open_storage(path)))
+    # Why records: an export that was interrupted ended its attempt by one; that none of them is a
+    # checkpoint is checked later. Why leases: who lives and writes there is named later, too.
+    is_left = all(is_temporary(name) or slot_of(name) is not None for name in names)
+    return is_left or bool(leases_at(open_storage(path)))
 
 
 def _check_target(plan: ExportPlan) -> None:

@@ -170,6 +170,19 @@ def test_an_export_that_was_killed_while_it_wrote_its_lease_goes_on(run: Path):
     assert "new or empty directory" in refused("export", f"{run}@10", mine, "--format", "dcp")
 
 
+def test_an_export_that_ctrl_c_ends_while_it_writes_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target = run.parent / "new"
+    command = ("export", f"{run}@10", target, "--format", "dcp", "--dtype", "bf16")
+    with monkeypatch.context() as patch:
+        interpose(patch, LocalStorage, "open_writer", f"{target}/*", KeyboardInterrupt())
+        refused(*command, exit_code=130)
+    done(*command)
+    whole(target)
+    assert "new or empty directory" in refused(*command)
+
+
 def test_a_copy_that_ctrl_c_ends_after_its_commit_keeps_the_items_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
