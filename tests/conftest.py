@@ -61,7 +61,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
-    "test_train", "test_matrix", "test_cluster_configs", "test_torchrun",
+    "test_train", "test_matrix", "test_socket_ranks", "test_cluster_configs", "test_torchrun",
+    "test_two_jobs", "test_alone_in_ray",
     "test_async_bad_input", "test_async_saves", "test_heartbeats",
     "test_runtime_stager", "test_memory_tier", "test_runtime_workers",
     "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",

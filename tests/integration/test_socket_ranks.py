@@ -180,7 +180,7 @@ def test_rank_0_that_is_killed_while_the_session_is_made_fails_the_save_by_name(
     """It serves the store by which the others meet."""
     for facts in struck(f"0 {when} sync", tmp_path, programs):
         assert facts["after_s"] < SOON_S
-        for place in ("second", "third"):
+        for place in {"second", "third"} & facts.keys():
             kind, _, message = facts[place]
             # A worker process of rank 0 keeps its connections open: some waits end at the deadline.
             assert kind in ("ParticipantError", "DeadlineError")
