@@ -621,7 +621,7 @@ def _slices(low: Int64Array, size: Int64Array) -> tuple[slice, ...]:
 Transforms = Sequence[tuple[str, ...] | None] | None
 """Type of `ForeignMetadata.transforms`."""
 
-_WHOLE_ITEM_BYTES = 1 << 20
+WHOLE_ITEM_BYTES = 1 << 20
 """Items of stock DCP up to this length are read as a whole; of longer items, the head is read
 first."""
 
@@ -857,7 +857,7 @@ def _locate(
     place = table.payload_offset.copy()
     used = np.unique(chunks)
     opaque: set[int] = set(used[table.kind[table.tensor[used]] != Kind.TENSOR].tolist())
-    large = used[(place[used] < 0) & (table.item_bytes[used] > _WHOLE_ITEM_BYTES)]
+    large = used[(place[used] < 0) & (table.item_bytes[used] > WHOLE_ITEM_BYTES)]
     todo = [chunk for chunk in large.tolist() if chunk not in opaque]
 
     if (begin := getattr(storage, "read_ahead", None)) is not None:
@@ -883,6 +883,6 @@ def _check_reaches(storage: Storage, table: ChunkTable, chunk: int) -> None:
     *Why*: its length may be wrong, as a `.metadata` has no checksum.
     """
     length = int(table.item_bytes[chunk])
-    if length > _WHOLE_ITEM_BYTES:
+    if length > WHOLE_ITEM_BYTES:
         last = int(table.item_offset[chunk]) + length - 1
         read_stored(storage, table.files[table.file[chunk]], last, memoryview(bytearray(1)))

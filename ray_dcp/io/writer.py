@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from ray_dcp.commit_protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.core.checksums import (
+    MAX_BLOCK_BYTES,
     block_bytes_for,
     block_check,
     block_checks,
@@ -115,7 +116,7 @@ def _is_published(storage: Storage, receipt: FileReceipt, end: bytes) -> bool:
 
 BytesLike = bytes | bytearray | memoryview
 
-_COPIED_BYTES = 4 << 20
+_COPIED_BYTES = 4 * MAX_BLOCK_BYTES
 """Length of a copied part: whole checksum blocks, and short enough for the processor's cache."""
 
 
@@ -285,7 +286,8 @@ _SMALL_BYTES = 128 << 10
 """Payloads up to this length are joined with others."""
 _SLICE_BYTES = 8 << 20
 """A large payload is hashed and written in slices of about this length, cut at block bounds."""
-_DEFERRED_ALIGNMENT = 64
+DEFERRED_ALIGNMENT = 64
+"""What deferred items are aligned to in their file."""
 
 
 class PartFile:
@@ -350,7 +352,7 @@ class PartFile:
         """Writes a deferred item at the next aligned offset, and returns its place."""
         piece = len(self._plan.row) + index
         num_bytes = self._source.num_bytes(piece)
-        self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
+        self._append(bytes(-self._end % DEFERRED_ALIGNMENT))
         row = int(self._plan.deferred[index])
         place = DeferredPlace(row, self._end, num_bytes, block_bytes_for(num_bytes))
         self._write_payload(self._source.parts(piece), num_bytes, place.block_bytes)
@@ -537,7 +539,7 @@ class _Nowhere:
 
 
 _STORED_BYTES = 8 << 20
-_STORED_PART_BYTES = 1 << 20
+_STORED_PART_BYTES = MAX_BLOCK_BYTES
 """Whole checksum blocks; much shorter than what is read at once, so that little is read twice."""
 
 

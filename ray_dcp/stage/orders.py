@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_dcp.commit_protocol.messages import OpKey, PartsWritten, Target
+from ray_dcp.core.checksums import MAX_BLOCK_BYTES
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import SaveOptions
@@ -58,7 +59,9 @@ class StagerOptions:
 
     def window_bytes_within(self, limit_bytes: int) -> int:
         """Returns the length of a window: a whole number of MiB, at least four in the limit."""
-        return max(min(self.window_bytes, limit_bytes // _LEAST_WINDOWS) // MIB * MIB, 2 * MIB)
+        return max(
+            min(self.window_bytes, limit_bytes // _LEAST_WINDOWS) // MIB * MIB, _LEAST_WINDOW
+        )
 
 
 def _is_in(value: object, least: int) -> bool:
@@ -67,8 +70,8 @@ def _is_in(value: object, least: int) -> bool:
 
 _LEAST_WINDOWS = 4
 """A rank fills one window while others are written."""
-_LEAST_WINDOW = 2 * MIB
-"""A window must take a checksum block (1 MiB) wherever it begins."""
+_LEAST_WINDOW = 2 * MAX_BLOCK_BYTES
+"""A window must take a checksum block wherever it begins."""
 _LEAST_LIMIT = _LEAST_WINDOW * _LEAST_WINDOWS
 
 

@@ -27,20 +27,17 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from ray_dcp.core.checksums import block_bytes_for_many
+from ray_dcp.core.checksums import MAX_BLOCK_BYTES, block_bytes_for_many
 from ray_dcp.core.processes import wait_all
 from ray_dcp.core.values import FilePlan, Int32Array, Int64Array, RankPlan
 from ray_dcp.errors import InternalError
-from ray_dcp.io.writer import Source
+from ray_dcp.io.writer import DEFERRED_ALIGNMENT, Source
 from ray_dcp.stage.orders import StagedWindow, StageKey
-
-DEFERRED_ALIGNMENT = 64
-"""What deferred items are aligned to in their file."""
 
 _PAGE = 4096
 _LARGE_BYTES = 64 << 10
 """From this length on, a piece has the same place in a page as in its file: for direct I/O."""
-_LEAST_PART_BYTES = 1 << 20
+_LEAST_PART_BYTES = MAX_BLOCK_BYTES
 """A piece is cut only where at least so much of it still goes into the window."""
 
 
@@ -324,7 +321,7 @@ _SMALL_BYTES = 64 << 10
 _MOST_JOINED = 4096
 """Small items that are asked for at once."""
 _MOST_BEGUN_BYTES = 64 << 20
-_VIEW_BYTES = 1 << 20
+_VIEW_BYTES = MAX_BLOCK_BYTES
 """Large items are cut to buffers of this length, a multiple of every checksum block. Ray copies
 longer ones on threads that it starts for each: that takes twice as long, and as much CPU."""
 

@@ -18,7 +18,7 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.io.read_jobs import DirectRead, Geometry, Job, ReadCost, geometry, job_reads, make_jobs
-from ray_dcp.io.reader import read_cost
+from ray_dcp.io.reader import WHOLE_ITEM_BYTES, read_cost
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
@@ -28,8 +28,6 @@ from ray_dcp.view.run_listing import rank_of_file
 from ray_dcp.view.wording import count_text, nearest, size_text
 
 MOST_RANKS = 100_000
-_WHOLE_ITEM_BYTES = 1 << 20
-"""Items of stock DCP up to this length are read as a whole."""
 
 _LAYOUT = re.compile(r"(\d{1,9})(?:x(\d{1,9})|:(row|column))?")
 
@@ -263,7 +261,7 @@ def _places(table: ChunkTable) -> Int64Array:
     A load locates the raw bytes in a long item of stock DCP by reading the head of the item. As
     nothing is read here, the start of the item stands for them; sizes are exact to about 1 KiB.
     """
-    is_long = (table.payload_offset < 0) & (table.item_bytes > _WHOLE_ITEM_BYTES)
+    is_long = (table.payload_offset < 0) & (table.item_bytes > WHOLE_ITEM_BYTES)
     is_raw = table.kind[table.tensor] == Kind.TENSOR
     return np.where(is_long & is_raw, table.item_offset, table.payload_offset)
 

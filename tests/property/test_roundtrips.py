@@ -300,7 +300,7 @@ def test_stock_items_of_any_stride_are_read_as_what_they_hold(data):
     patches = data.draw(limits())
     from ray_dcp.io import reader
 
-    patches[(reader, "_WHOLE_ITEM_BYTES")] = data.draw(st.sampled_from([1, 1 << 20]))
+    patches[(reader, "WHOLE_ITEM_BYTES")] = data.draw(st.sampled_from([1, 1 << 20]))
     sink, stats, *_ = read(storage, table, boxes, arrays, options_of(data.draw), patches)
     assert stats.opaque == ()
     assert [bytes(b) for b in sink.buffers] == [slice_bytes(arrays, b) for b in boxes]

@@ -365,7 +365,7 @@ def test_a_stock_item_of_another_shape_or_dtype_is_damage(memory, shape):
 
 @pytest.mark.parametrize("whole_item_bytes", [1, 1 << 20])
 def test_a_row_that_needs_an_opaque_chunk_is_never_done(memory, monkeypatch, whole_item_bytes):
-    monkeypatch.setattr(reader, "_WHOLE_ITEM_BYTES", whole_item_bytes)
+    monkeypatch.setattr(reader, "WHOLE_ITEM_BYTES", whole_item_bytes)
     table = stock_table(memory, [torch.full((3, 2), 5.0), torch.ones(3, 2).to_sparse()])
     table = replace(
         table,
