@@ -17,12 +17,16 @@
 - `RowsSeen`: the rows of a Ray Data dataset that an epoch has consumed, by their ids. Ray Data does
   not guarantee the order in which ranks get blocks, so that a number of rows does not identify
   them. Ids do, for any order, shuffling and number of ranks.
+- `Frontier`: ordinals (of prompts, of shards) that workers process and finish in any order, as in
+  reinforcement learning. What was handed out and not done is handed out again after a restore.
 
 Put such an object at the top level of the state dict; it is saved and loaded with it.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,11 +36,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ray_dcp.errors import InvalidRequestError, StateDictError
-from ray_dcp.options import check_whole, plain_integer, set_checked
+from ray_dcp.errors import InvalidRequestError, LimitError, StateDictError
+from ray_dcp.options import check_above_0, check_whole, plain_integer, set_checked
 from ray_dcp.torch_adapter.state import PerRank
 
-__all__ = ["ElasticBatchSampler", "ElasticStream", "LoaderPosition", "RowsSeen"]
+__all__ = [
+    "ElasticBatchSampler",
+    "ElasticStream",
+    "Frontier",
+    "FrontierStatus",
+    "LoaderPosition",
+    "RowsSeen",
+]
 
 ORDER_VERSION = 1
 """Incremented when the order of `SampleOrder` changes: places are valid within one version only."""
@@ -921,3 +932,249 @@ def _union(parts: Sequence[Runs]) -> Runs:
     first = np.r_[True, every[1:, 0] > reach[:-1]][: len(every)]
     last = np.r_[first[1:], True][: len(every)]
     return np.stack((every[first, 0], reach[last]), axis=1)
+
+
+MAX_ORDINAL = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierStatus:
+    """Where a `Frontier` is."""
+
+    next: int
+    """The lowest ordinal that was never handed out."""
+    num_open: int
+    """Number of ordinals below `next` that are not done."""
+    num_out: int
+    """Number of open ordinals that are handed out; the other open ones are handed out next."""
+    finished: bool
+    """Whether all ordinals up to the frontier's `stop` are done."""
+
+
+class Frontier:
+    """Hands out the ordinals 0, 1, 2, … and takes them back as done in any order.
+
+    An ordinal is open from the moment it is handed out until it is done. The state is the next
+    ordinal and the open ones. After a restore, exactly the open ordinals are handed out again, in
+    ascending order and before any new one.
+
+    Each ordinal is done once: of several reports, such as those of a slow worker and of the one
+    that replaced it, `done` accepts the first and refuses the others. A program that uses a result
+    only after `done` accepted it, and saves the frontier together with what the result changed,
+    uses each ordinal exactly once in the history that survives, whoever is killed when.
+
+    One process owns a frontier. Other processes use it through an actor,
+    `ray.remote(Frontier).remote(64)`, or are given ordinals by the owner. All methods may be called
+    by several threads at a time.
+
+    Args:
+        max_open: Largest number of ordinals that are handed out at a time. `take` raises
+            `LimitError` beyond it.
+        stop: The ordinals end below this one; None if they have no end.
+
+    Raises:
+        InvalidRequestError: An argument is not a positive integer.
+
+    Examples:
+        >>> frontier = Frontier(max_open=4)
+        >>> frontier.take(3)
+        [0, 1, 2]
+        >>> frontier.done(1)
+        >>> state = frontier.state_dict()
+        >>> state
+        {'next': 3, 'open': '0,2'}
+        >>> resumed = Frontier(max_open=4)
+        >>> resumed.load_state_dict(state)
+        >>> resumed.take(4)
+        [0, 2, 3, 4]
+
+    Complexity: memory for the ordinals that are handed out, and for the runs of the open ones.
+    """
+
+    def __init__(self, max_open: int, *, stop: int | None = None) -> None:
+        self._max_open = check_whole(max_open, "max_open", 1)
+        self._stop = MAX_ORDINAL if stop is None else check_whole(stop, "stop", 1)
+        if self._stop > MAX_ORDINAL:
+            raise InvalidRequestError(f"stop must be below 2**63, but is {stop!r}", key="stop")
+        self._changed = threading.Condition()
+        self._next = 0
+        self._out: set[int] = set()
+        self._again = _runs_of(())
+        """Open ordinals that are not handed out."""
+
+    def __repr__(self) -> str:
+        status = self.status()
+        return (
+            f"Frontier(next {status.next}, {status.num_open} open, {status.num_out} of at most "
+            f"{self._max_open} handed out)"
+        )
+
+    def __reduce__(self) -> Any:
+        raise InvalidRequestError(
+            "a Frontier can't be pickled, as two of them would hand out the same ordinals; send "
+            "ordinals, an actor made of it, or its state_dict()"
+        )
+
+    def take(self, num: int = 1, *, timeout_s: float = 0.0) -> list[int]:
+        """Hands out ordinals: first the open ones that were given back or restored, then new ones.
+
+        Args:
+            num: Number of ordinals.
+            timeout_s: How long to wait while there are too many handed out, in seconds. In an actor
+                without `max_concurrency`, leave it at 0: a call that waits keeps `done` waiting.
+
+        Returns:
+            `num` ordinals in ascending order. Fewer at the end, and none where all are handed out.
+
+        Raises:
+            LimitError: With these, more than `max_open` would be handed out. Nothing is changed.
+            InvalidRequestError: `num` is not from 1 to `max_open`, or the timeout is not a number.
+        """
+        num = check_whole(num, "num", 1)
+        timeout_s = check_above_0(timeout_s, "timeout_s", or_0=True)
+        if num > self._max_open:
+            raise InvalidRequestError(
+                f"num must be at most max_open, {self._max_open}, but is {num}", key="num"
+            )
+
+        def found() -> int:
+            return min(num, self._stop - self._next + _size(self._again))
+
+        with self._changed:
+            fits = self._changed.wait_for(
+                lambda: len(self._out) + found() <= self._max_open, timeout_s
+            )
+            if not fits:
+                raise LimitError(
+                    f"expected to hand out {num} ordinals, found {len(self._out)} handed out of at "
+                    f"most {self._max_open}: report some as done, give back those of workers that "
+                    f"ended, or raise max_open",
+                    key="max_open",
+                )
+            return self._handed_out(found())
+
+    def _handed_out(self, num: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < num and len(self._again):
+            start, stop = map(int, self._again[0])
+            taken += range(start, min(stop, start + num - len(taken)))
+            if taken[-1] + 1 < stop:
+                self._again[0, 0] = taken[-1] + 1
+            else:
+                self._again = self._again[1:]
+        new = num - len(taken)
+        taken += range(self._next, self._next + new)
+        self._next += new
+        self._out.update(taken)
+        return taken
+
+    def done(self, ordinals: int | Iterable[int]) -> None:
+        """Takes back ordinals as done: they are never handed out again.
+
+        Args:
+            ordinals: One ordinal or several, in any order.
+
+        Raises:
+            InvalidRequestError: One of them is not handed out: it was done or given back, or not
+                handed out since the last restore. Nothing is changed.
+        """
+        with self._changed:
+            self._out.difference_update(self._checked(ordinals))
+            self._changed.notify_all()
+
+    def give_back(self, ordinals: int | Iterable[int]) -> None:
+        """Takes back ordinals that are not done, as of a worker that died.
+
+        They are handed out next.
+
+        Args:
+            ordinals: As for `done`.
+
+        Raises:
+            InvalidRequestError: As `done`.
+        """
+        with self._changed:
+            found = self._checked(ordinals)
+            self._out.difference_update(found)
+            self._again = _union([self._again, _runs_of([*found])])
+            self._changed.notify_all()
+
+    def _checked(self, ordinals: int | Iterable[int]) -> set[int]:
+        several = ordinals if isinstance(ordinals, Iterable) else [ordinals]
+        found = [check_whole(one, "ordinals") for one in several]
+        # Why also these: a worker that names one twice has lost count of its work.
+        wrong = {one for one, times in Counter(found).items() if times > 1 or one not in self._out}
+        if wrong:
+            shown = sorted(wrong)[:8]
+            raise InvalidRequestError(
+                f"expected ordinals that are handed out, each once, found "
+                f"{', '.join(map(str, shown))}{', …' if len(wrong) > len(shown) else ''} (next is "
+                f"{self._next}): done or given back already, or not handed out since the last "
+                f"restore; drop what was made of them",
+                key="ordinals",
+            )
+        return {*found}
+
+    def status(self) -> FrontierStatus:
+        """Returns where this frontier is."""
+        with self._changed:
+            num_open = len(self._out) + _size(self._again)
+            return FrontierStatus(
+                next=self._next,
+                num_open=num_open,
+                num_out=len(self._out),
+                finished=self._next == self._stop and not num_open,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the next ordinal, and the open ones as a text of runs such as `"3,7-9"`."""
+        with self._changed:
+            runs = _union([self._again, _runs_of([*self._out])]).tolist()
+            texts = (
+                f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in runs
+            )
+            return {"next": self._next, "open": ",".join(texts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state of `state_dict`. What was handed out before is not handed out any more.
+
+        Raises:
+            StateDictError: `state` is not such a state, or is beyond `stop`; nothing is changed.
+        """
+        found, runs = _checked_frontier(state)
+        if found > self._stop:
+            raise StateDictError(
+                f"expected a state below stop={self._stop}, found one whose next ordinal is {found}"
+            )
+        with self._changed:
+            self._next, self._again, self._out = found, runs, set()
+            self._changed.notify_all()
+
+
+def _size(runs: Runs) -> int:
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def _checked_frontier(state: Any) -> tuple[int, Runs]:
+    """Returns the next ordinal and the runs of the open ones of a frontier's state."""
+    found = state.get("next") if isinstance(state, Mapping) else None
+    text = state.get("open") if isinstance(state, Mapping) else None
+    wrong = StateDictError(
+        f"expected the state of a Frontier, with a whole number next and ascending runs below it "
+        f"in open, found {(dict(state) if isinstance(state, Mapping) else state)!r:.200}"
+    )
+    if type(found) is not int or not 0 <= found <= MAX_ORDINAL or not isinstance(text, str):
+        raise wrong
+    runs: list[tuple[int, int]] = []
+    for part in text.split(",") if text else ():
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        # Why the length: no number of that many digits is one of ours, and int() is slow on them.
+        if not all(one.isascii() and one.isdigit() and len(one) < 20 for one in (first, last)):
+            raise wrong
+        run = (int(first), int(last) + 1)
+        least = runs[-1][1] if runs else 0
+        if not least <= run[0] < run[1] <= found:
+            raise wrong
+        runs.append(run)
+    return found, np.array(runs, np.int64).reshape(-1, 2)

@@ -15,7 +15,7 @@ from ray_dcp.data import RowsSeen
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.transform import averaging
-from tests.integration.test_frameworks import EXAMPLES
+from tests.integration.test_frameworks import EXAMPLES, example
 from tests.support import checkpoints
 from tests.support.processes import eventually, lives
 from tests.support.programs.forks import Programs, plain_environment
@@ -116,3 +116,18 @@ def test_rows_of_ray_data_come_once_across_a_resize():
         driver.load_state_dict({"epoch": 0, "seen": own[0]})
     assert len(seen) == 60
     assert sorted(seen) == list(range(60))
+
+
+def test_prompts_of_a_job_that_is_killed_are_each_trained_on_once(tmp_path: Path):
+    main = example("frontier.py")["main"]
+    assert len(main(str(tmp_path / "run"), 5)) == 20  # asserts itself that none is repeated
+    manager = ray_dcp.CheckpointManager(tmp_path / "run", no_dist=True, read_only=True)
+    state = {"prompts": {"next": 0, "open": ""}}
+    with manager:
+        manager.restore(5, state)
+    first = state["prompts"]["next"]
+    # Those in the workers' hands when the job ended come again, and none is left out.
+    assert state["prompts"]["open"]
+    trained = main(str(tmp_path / "run"), 20)
+    assert len(trained) == 80
+    assert {*range(first)} <= {*trained}

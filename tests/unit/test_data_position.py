@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import threading
 from collections import Counter
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -18,12 +22,14 @@ import ray_dcp
 from ray_dcp.data import (
     ElasticBatchSampler,
     ElasticStream,
+    Frontier,
+    FrontierStatus,
     LoaderPosition,
     RowsSeen,
     SampleOrder,
     merged,
 )
-from ray_dcp.errors import InvalidRequestError, StateDictError
+from ray_dcp.errors import InvalidRequestError, LimitError, StateDictError
 
 
 def sampler_of(rank=0, world_size=1, num_samples=24, **more):
@@ -483,3 +489,209 @@ def as_loaded(states, rank, world_size):
     values = [state["seen"].value for state in states]
     value = values[rank] if world_size == len(states) else own.resized(values, rank, world_size)
     return {"epoch": states[0]["epoch"], "seen": type(own)(value)}
+
+
+# Ordinals that are done in any order
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_frontier_hands_out_what_is_open_again_and_before_what_is_new(tmp_path):
+    frontier = Frontier(8, stop=12)
+    assert frontier.take(6) == [0, 1, 2, 3, 4, 5]
+    frontier.done([4, 1])
+    frontier.give_back(np.int64(2))
+    assert frontier.take(2) == [2, 6]
+    ray_dcp.save({"prompts": frontier}, checkpoint_id=tmp_path / "c")
+    frontier.done([0, 2, 3, 5, 6])
+    stock = {"prompts": {"next": 0, "open": ""}}
+    dcp.load(stock, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert stock == {"prompts": {"next": 7, "open": "0,2-3,5-6"}}
+    dcp.save(stock, checkpoint_id=tmp_path / "stock", no_dist=True)
+    for place in ("c", "stock"):
+        resumed = Frontier(4, stop=12)
+        resumed.take(2)
+        ray_dcp.load({"prompts": resumed}, checkpoint_id=tmp_path / place)
+        assert resumed.status() == FrontierStatus(next=7, num_open=5, num_out=0, finished=False)
+        with pytest.raises(InvalidRequestError, match="since the last restore"):
+            resumed.done(0)
+        assert resumed.take(4) == [0, 2, 3, 5]
+        assert "next 7, 5 open, 4 of at most 4 handed out" in repr(resumed)
+        resumed.done([0, 2, 3, 5])
+        assert resumed.take(4) == [6, 7, 8, 9]
+        resumed.done([6, 7, 8, 9])
+        assert resumed.take(4) == [10, 11]
+        assert resumed.take(4) == []
+        assert not resumed.status().finished
+        resumed.done([11, 10])
+        assert resumed.status() == FrontierStatus(next=12, num_open=0, num_out=0, finished=True)
+
+
+def test_a_frontier_at_its_limit_says_so_and_waits_only_when_asked_to():
+    frontier = Frontier(3)
+    frontier.take(2)
+    with pytest.raises(LimitError, match="found 2 handed out of at most 3: report some as done"):
+        frontier.take(2)
+    assert frontier.state_dict() == {"next": 2, "open": "0-1"}
+    taken = []
+    waits = threading.Thread(target=lambda: taken.append(frontier.take(3, timeout_s=60)))
+    waits.start()
+    frontier.done(1)
+    frontier.give_back(0)
+    waits.join(60)
+    assert taken == [[0, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda frontier: Frontier(0), "max_open must be a whole number from 1"),
+        (lambda frontier: Frontier(2, stop=True), "stop must be a whole number"),
+        (lambda frontier: Frontier(2, stop=2**63), r"stop must be below 2\*\*63"),
+        (lambda frontier: frontier.take(0), "num must be a whole number from 1"),
+        (lambda frontier: frontier.take(5), "num must be at most max_open, 4"),
+        (lambda frontier: frontier.take(1, timeout_s=-1), "timeout_s must be 0 or a number"),
+        (lambda frontier: frontier.done("01"), "ordinals must be a whole number"),
+        (lambda frontier: frontier.done([0, 0]), "each once, found 0"),
+        (lambda frontier: frontier.done([0, 1]), r"found 1 \(next is 2\): done or given back"),
+        (lambda frontier: frontier.give_back([0, 7]), "found 7"),
+        (pickle.dumps, "two of them would hand out the same ordinals"),
+        (copy.deepcopy, "two of them would hand out the same ordinals"),
+    ],
+)
+def test_a_frontier_refuses_a_wrong_call_and_is_as_before(call, what):
+    frontier = Frontier(4)
+    frontier.take(2)
+    frontier.done(1)
+    with pytest.raises(InvalidRequestError, match=what):
+        call(frontier)
+    assert frontier.state_dict() == {"next": 2, "open": "0"}
+    assert frontier.status().num_out == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, {}, {"next": 3}, {"next": 3, "open": [0]}, {"next": True, "open": ""},
+     {"next": -1, "open": ""}, {"next": 2**63, "open": ""}, {"next": 11, "open": ""}]
+    + [{"next": 9, "open": text} for text in (
+        "a", "1,", "-1", "1-", "3-1", "4,2", "2,2", "1-3,3", "9", "7-9", " 1", "1--2", "\u0662",
+        "1" * 5000)],
+)  # fmt: skip
+def test_what_is_no_state_of_a_frontier_is_refused_and_changes_nothing(state):
+    frontier = Frontier(4, stop=10)
+    frontier.take(3)
+    with pytest.raises(StateDictError, match=r"expected (the|a) state"):
+        frontier.load_state_dict(state)
+    assert frontier.state_dict() == {"next": 3, "open": "0-2"}
+    frontier.done([0, 1, 2])
+
+
+def test_a_frontier_with_very_many_open_ordinals_is_restored_as_runs():
+    frontier = Frontier(2)
+    frontier.load_state_dict({"next": 2**62, "open": f"7-{2**62 - 2}"})
+    assert frontier.take(2) == [7, 8]
+    assert frontier.state_dict() == {"next": 2**62, "open": f"7-{2**62 - 2}"}
+
+
+FRONTIER_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "take", "done", "done", "late", "give_back", "save", "kill"]),
+        st.integers(1, 4),
+        st.randoms(use_true_random=False),
+    ),
+    min_size=15,
+    max_size=60,
+)
+
+
+@settings(max_examples=60)
+@given(max_open=st.integers(1, 6), stop=st.integers(1, 30), events=FRONTIER_EVENTS)
+def test_after_any_kills_each_ordinal_is_done_once_in_the_history_that_survives(
+    max_open, stop, events
+):
+    """The worker of `late` was given its ordinals before a kill or a return, and does not know."""
+    frontier, used = Frontier(max_open, stop=stop), []
+    saved, out, late = (frontier.state_dict(), 0), set(), []
+    for event, number, random in events:
+        if event == "take":
+            num = min(number, max_open)
+            status = frontier.status()
+            left = stop - status.next + status.num_open - status.num_out
+            if len(out) + min(num, left) > max_open:
+                with pytest.raises(LimitError):
+                    frontier.take(num)
+            else:
+                before = frontier.state_dict()
+                taken = frontier.take(num)
+                assert len(taken) == min(num, left)
+                again = sorted(set(expanded(before["open"])) - out)[: len(taken)]
+                new = range(before["next"], before["next"] + len(taken) - len(again))
+                assert taken == [*again, *new]
+                out |= {*taken}
+                late += taken
+        elif event in ("done", "give_back") and out:
+            some = random.sample(sorted(out), min(number, len(out)))
+            getattr(frontier, event)(some)
+            out -= {*some}
+            used += some if event == "done" else []
+        elif event == "late" and late:
+            one = random.choice(late)
+            if one in out:
+                frontier.done(one)
+                out.remove(one)
+                used.append(one)
+            else:
+                with pytest.raises(InvalidRequestError):
+                    frontier.done(one)
+        elif event == "save":
+            saved = json.loads(json.dumps(frontier.state_dict())), len(used)
+        elif event == "kill":
+            frontier, out = Frontier(max_open, stop=stop), set()
+            frontier.load_state_dict(saved[0])
+            used = used[: saved[1]]
+        status = frontier.status()
+        assert status.num_out == len(out) <= max_open
+        assert expanded(frontier.state_dict()["open"]) == sorted({*range(status.next)} - {*used})
+    frontier.give_back(out)
+    while taken := frontier.take():
+        frontier.done(taken)
+        used += taken
+    assert sorted(used) == [*range(stop)]
+    assert frontier.status().finished
+
+
+def expanded(text):
+    runs = [[int(one) for one in part.split("-")] for part in text.split(",") if part]
+    return [one for run in runs for one in range(run[0], run[-1] + 1)]
+
+
+def test_threads_that_share_a_frontier_use_each_ordinal_once_though_the_owner_is_killed():
+    """The threads of the frontier that was killed go on beside those of the restored one."""
+    stop, used, moment, restored = 1500, [], threading.Lock(), threading.Event()
+    first, second = Frontier(7, stop=stop), Frontier(7, stop=stop)
+    owner, saved = [first], []
+
+    def work(frontier):
+        assert frontier is first or restored.wait(60)
+        while ordinals := frontier.take(2, timeout_s=60):
+            with moment:
+                if frontier is not owner[0]:
+                    return
+                frontier.done(ordinals)
+                used.extend(ordinals)
+                assert frontier.status().num_out <= 7
+                if frontier is first and len(used) == 500:
+                    saved[:] = [frontier.state_dict(), len(used)]
+                if frontier is first and len(used) == 700:
+                    second.load_state_dict(saved[0])
+                    del used[saved[1] :]
+                    owner[0] = second
+                    restored.set()
+                    return
+
+    workers = [threading.Thread(target=work, args=(one,)) for one in 3 * [first, second]]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert sorted(used) == [*range(stop)]
+    assert second.status().finished
