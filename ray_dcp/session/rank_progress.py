@@ -155,13 +155,13 @@ class RankProgress(PhaseClock):
                 done_bytes=self._done_bytes,
                 total_bytes=self._total_bytes,
                 quiet_s=now_s - self._moved_s,
-                key=next(iter([*self._at.values()]), None) or self.awaited or None,
+                key=next(iter([*self._at.values()]), None),
             )
 
     def look(self) -> tuple[str, str, int, int]:
         """Returns what this rank does, the file, and the bytes of the last step that moved some."""
         doing = self.doing
-        file = doing.key if self.is_working or self.awaited else None
+        file = doing.key if self.is_working else None
         moved = (doing.done_bytes, doing.total_bytes) if doing.total_bytes else self._last_moved
         return doing.phase, file or "", *moved
 
@@ -176,6 +176,7 @@ class RankProgress(PhaseClock):
         """
         doing = self.doing
         where = f"it is at {doing.key}, and " if doing.key else ""
+        where = f"it waits for {self.awaited}, and " if self.awaited else where
         return DeadlineError(
             f"Expected rank {rank} to {what} within {after_s:g} s, but {where}"
             f"{doing.done_bytes} of {doing.total_bytes or 'unknown'} bytes were moved, the last "

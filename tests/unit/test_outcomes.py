@@ -22,6 +22,7 @@ import ray_dcp
 from ray_dcp.commit_protocol import commands, messages
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.coordinator.tasks import perform
+from ray_dcp.core.phases import STAGE
 from ray_dcp.core.processes import wait_any
 from ray_dcp.errors import (
     CheckpointExistsError,
@@ -837,6 +838,17 @@ def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
     one_save(url, session)
     assert not session.cancel(messages.OpKey("inline", 1), "too late")
     load_and_check(state_of(1), 1, url)
+
+
+def test_what_a_rank_waits_for_is_no_file():
+    progress = RankProgress(lambda: 0.0)
+    progress.enter(STAGE)
+    progress.waits_for("room for staged bytes")
+    assert progress.look()[:2] == ("staging", "")
+    assert progress.doing.key is None
+    error = progress.overdue("stage", "write_timeout_s", 1.0, 0)
+    assert error.key is None
+    assert "it waits for room for staged bytes, and" in error.message
 
 
 def test_a_watched_storage_begins_nothing_after_the_stop(url):
