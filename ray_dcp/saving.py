@@ -188,6 +188,7 @@ def run_save(
     account: Account | None = None,
     progress: ShowProgress = False,
     folder: OwnFolder | None = None,
+    attempt: str = "",
 ) -> Metadata:
     """Runs this rank's part of a save and returns the metadata of the committed checkpoint.
 
@@ -205,6 +206,7 @@ def run_save(
             emits it.
         progress: As given to `save`.
         folder: Folder of this rank, if Ray Train merges those of all ranks; with its session.
+        attempt: As for `RankSave`; foreign storages have none.
 
     Raises:
         CheckpointError: As `save` does.
@@ -254,7 +256,7 @@ def run_save(
         own = None
         if folder is not None:
             target, own, take = folder.first, folder.own, _after(folder.begin, take)
-        save = RankSave.of(activity, target, options, folder=own)
+        save = RankSave.of(activity, target, options, folder=own, attempt=attempt)
         outcome = drive(save.run(take), activity.call)
     if session.rank == 0:
         for warning in outcome.warnings:

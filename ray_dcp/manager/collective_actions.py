@@ -598,14 +598,11 @@ class CollectiveActions:
             folders = {name: place.folder_of(name) for name in self.settings.named}
             run_save(
                 decide_save(None, None, target),
-                InlineSession(
-                    "step",
-                    performer=partial(_perform_after, place),
-                    new_attempt=lambda: place.attempt,
-                ),
+                InlineSession("step", performer=partial(_perform_after, place)),
                 {"step": place.step, "items": folders},
                 SaveOptions(),
                 target,
+                attempt=place.attempt,
             )
 
         # Why so long: one rank after the other learns that the items are committed.

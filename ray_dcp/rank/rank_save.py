@@ -236,6 +236,7 @@ class RankSave:
         *,
         staged: bool = False,
         folder: Target | None = None,
+        attempt: str = "",
     ) -> RankSave:
         """Returns the part of a rank in the next operation of a user's call."""
         return cls(
@@ -250,6 +251,7 @@ class RankSave:
             history=activity.history,
             node=activity.node,
             folder=folder,
+            attempt=attempt,
         )
 
     def run(self, capture: Callable[[], Captured]) -> Generator[Request, Reply, SaveOutcome]:

@@ -65,7 +65,6 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.rank.unchanged import RunHistory
 from ray_dcp.session.heartbeat import HeartbeatSender
 from ray_dcp.session.rank_progress import RankProgress
@@ -652,8 +651,8 @@ class _InlineLoop(CoordinatorLoop):
 
     _grace_s = 2 * UNWIND_S  # Why: the rank reports its own deadline first, with the file.
 
-    def __init__(self, performer: Performer | None, new_attempt: Callable[[], str]) -> None:
-        super().__init__(performer=performer, new_attempt=new_attempt)
+    def __init__(self, performer: Performer | None) -> None:
+        super().__init__(performer=performer)
         self._resumed.set()
 
     async def withdraw(self, left: Left, wait_s: float) -> None:
@@ -673,22 +672,15 @@ class InlineSession(LinkSession):
     Args:
         name: Name of the session.
         performer: Performs tasks; by default `tasks.perform`.
-        new_attempt: Returns attempt ids.
 
     Examples:
         >>> InlineSession("doc").next_key()
         OpKey(session='doc', seq=0, step=0)
     """
 
-    def __init__(
-        self,
-        name: str = "inline",
-        *,
-        performer: Performer | None = None,
-        new_attempt: Callable[[], str] = new_attempt,
-    ) -> None:
+    def __init__(self, name: str = "inline", *, performer: Performer | None = None) -> None:
         super().__init__(name, RANK, 1, who="the coordinator of this process", node="")
-        self._make = lambda: _InlineLoop(performer, new_attempt)
+        self._make = lambda: _InlineLoop(performer)
         self._thread: LoopThread[_InlineLoop] | None = None
         self._starting = threading.Lock()
         self._calls: set[RankProgress] = set()

@@ -579,9 +579,8 @@ def _save(plan: AveragePlan, out: AnyPlace, session: Any, attempt: str, meter: M
     target = absolute_target(out)
     activity = Activity(session, options.heartbeat_timeout_s)
     with Account("save", target.url, activity), activity:
-        save = RankSave.of(activity, target, options)
         about = {"average": {"sources": list(plan.report.sources)}}
-        save = replace(save, about=about, attempt=attempt)
+        save = replace(RankSave.of(activity, target, options, attempt=attempt), about=about)
         outcome = drive(save.run(lambda: _Items(plan, boxes, meter)), activity.call)
     for warning in outcome.warnings if session.rank == 0 else ():
         events.warn(warning, stacklevel=3)

@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -47,8 +47,8 @@ from ray_dcp.io.checkpoint import (
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns
-from ray_dcp.saving import CheckpointId, run_save, save, text_of
-from ray_dcp.session.session import InlineSession
+from ray_dcp.saving import CheckpointId, check_options, run_save, text_of
+from ray_dcp.session.session import session_alone
 from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import threads_for
@@ -56,6 +56,7 @@ from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load, decide_save
 from ray_dcp.torch_adapter.flatten import Rename, flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import load_object, load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
+from ray_dcp.torch_adapter.results import OperationLog
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.targets import first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
@@ -911,19 +912,14 @@ def save_torch_file(
         state = _subset(state, include, key_map)
     planner = None if dtype is None else CastingSavePlanner(dtype)
     with reporting(progress, "importing", text_of(dcp_checkpoint_dir) or "") as meter:
-        if not attempt:
-            save(
-                dict(state),
-                checkpoint_id=dcp_checkpoint_dir,
-                planner=planner,
-                no_dist=True,
-                options=options,
-                progress=meter,
-            )
-            return
-        route = decide_save(planner, None, dcp_checkpoint_dir)
-        with closing(InlineSession(new_attempt=lambda: attempt)) as session:
-            run_save(route, session, dict(state), options, dcp_checkpoint_dir, progress=meter)
+        check_options(options, SaveOptions)
+        how: dict[str, Any] = {"checkpoint_id": dcp_checkpoint_dir, "planner": planner}
+        with OperationLog("save", **how) as log:
+            route = decide_save(planner, None, dcp_checkpoint_dir)
+            run_save(
+                route, session_alone(), dict(state), options, dcp_checkpoint_dir,
+                log=log, progress=meter, attempt=attempt,
+            )  # fmt: skip
 
 
 def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | None) -> Any:
