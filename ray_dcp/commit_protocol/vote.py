@@ -232,7 +232,7 @@ MOST_DECIDED = 64
 
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
-"""Pattern of attempt ids; see `coordinator.tasks.new_attempt`."""
+"""Pattern of attempt ids; see `place.attempt_id.new_attempt`."""
 LEASE = re.compile(r"writing-(?P<number>[0-9]{8,16})\.json")
 """Lease of a command that writes to a place; see `place.target_lease`."""
 _TEMP = re.compile(r"\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")

@@ -742,12 +742,12 @@ class Coordinator(CoordinatorLoop):
                 self._members.clear()
             idle_s = self._loop.time() - self._last_call_s
             needless = self._members.ever or idle_s >= self._lease_s
-            if not self._members and needless and self._is_idle() and await self._forgotten():
+            if not self._members and needless and self._is_idle() and await self._forget_session():
                 # Why not exit_actor: it waits for the call in which it is made, also when the
                 # actor makes that call to itself. A call that comes just now is repeated.
                 ray_calls.kill(self._self, no_restart=True)
 
-    async def _forgotten(self) -> bool:
+    async def _forget_session(self) -> bool:
         """Removes what the control store has of this session, which has ended.
 
         Returns False, and takes it back, if a call has come meanwhile.

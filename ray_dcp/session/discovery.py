@@ -35,7 +35,6 @@ from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
     InvalidRequestError,
-    ParticipantError,
     RankDisagreementError,
 )
 from ray_dcp.options import SaveOptions, check_above_0, plain_integer
@@ -309,8 +308,8 @@ def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
     call, error = result_or_error(invite, "using Ray", 0) if rank == 0 else (None, None)
     box: list[Any] = [call or error]
     root = dist.get_global_rank(group, 0)
-    together = partial(_together, dist.get_rank(), timeout_s)
-    together(partial(dist.broadcast_object_list, box, src=root, group=group))
+    run = partial(_run_collective, dist.get_rank(), timeout_s)
+    run(partial(dist.broadcast_object_list, box, src=root, group=group))
     session = None
     if isinstance(box[0], _Invite):
         join = partial(_join_session, box[0], rank, world_size)
@@ -318,9 +317,9 @@ def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
-    together(partial(dist.all_gather_object, errors, error, group=group))
+    run(partial(dist.all_gather_object, errors, error, group=group))
     if rank == 0 and isinstance(call, _Invite) and call.address is None:
-        forget_key(job_store(), call.name)
+        forget_key(call.name)
     failed = {index: found for index, found in enumerate(errors) if found is not None}
     if failed:
         if session is not None:
@@ -329,8 +328,8 @@ def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
     return session
 
 
-def _together(rank: int, timeout_s: float, collective: Callable[[], object]) -> None:
-    """Makes a collective call of torch with a deadline.
+def _run_collective(rank: int, timeout_s: float, collective: Callable[[], object]) -> None:
+    """Runs a collective of torch with a deadline.
 
     *Why*: where a worker process of a rank that was killed outlives it, its connections stay open,
     and torch waits for its own timeout, half an hour.
@@ -406,6 +405,9 @@ def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | N
 
     Args:
         wait_until_ended: Waits for the saves of the session; `ray.shutdown` calls it.
+
+    Raises:
+        ParticipantError: The coordinator is out of reach.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -430,16 +432,7 @@ def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | N
             actor=shared,
             variables=ray_calls.driver_variables(),
         )
-        try:
-            made.register()
-        except ParticipantError as error:
-            made.close()
-            logger.warning(
-                "Expected to stage in Ray's object store, but no coordinator answers: %s. What "
-                "this process saves is staged in its own memory, and ends with it",
-                error,
-            )
-            return None
+        made.register()
         ray_calls.before_shutdown["alone"] = partial(wait_until_ended, made)
         sessions.set(_Alone, made)
         return made

@@ -223,7 +223,7 @@ def _host(session: Session, word: str, options: SaveOptions | LoadOptions) -> Se
             hosted.close()
         raise
     if session.rank == 0 and hosted is not None:
-        forget_key(job_store(), name)
+        forget_key(name)
     if hosted is None:
         raise InvalidRequestError(f"Rank 0 can't be reached; {WAY_OUT}", rank=session.rank)
     return hosted

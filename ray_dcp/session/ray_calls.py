@@ -328,7 +328,8 @@ def survive_shutdown() -> None:
 
     def disconnect_and_refuse(*arguments: Any, **options: Any) -> None:
         if worker.global_worker.mode == driver:
-            for wait_until_ended in [*before_shutdown.values()]:
+            while before_shutdown:
+                _, wait_until_ended = before_shutdown.popitem()
                 wait_until_ended()
         disconnect(*arguments, **options)
         mine = worker.global_worker
@@ -415,16 +416,20 @@ def storage_variables() -> StorageVariables:
     return StorageVariables({**of_storages, **StorageVariables.of_this_process().values})
 
 
-@_needs("the mode of a worker")
 def driver_variables() -> StorageVariables | None:
     """Returns what storages read in the environment of a driver, which its actors do not inherit.
 
     None in a worker: Ray passes its environment on.
     """
+    return storage_variables() if _is_driver() else None
+
+
+@_needs("the mode of a worker")
+def _is_driver() -> bool:
+    """Returns whether this process is a driver, and neither an actor nor runs tasks."""
     from ray._private import worker
 
-    is_driver = worker.global_worker.mode == worker.SCRIPT_MODE
-    return storage_variables() if is_driver else None
+    return bool(worker.global_worker.mode == worker.SCRIPT_MODE)
 
 
 def job_of(session: str) -> str:
@@ -438,8 +443,7 @@ def job_of(session: str) -> str:
         session: Name of the session.
     """
     context = ray.get_runtime_context()
-    is_worker = context.get_actor_id() is not None
-    whose = f"job {context.get_job_id()}" if is_worker else f"session {session}"
+    whose = f"session {session}" if _is_driver() else f"job {context.get_job_id()}"
     # Why not all variables: frameworks give each rank some of its own, such as its number.
     others = {name: value for name, value in context.runtime_env.items() if name != "env_vars"}
     text = json.dumps([others, storage_variables().values], sort_keys=True, default=str)

@@ -43,7 +43,7 @@ from ray_dcp.coordinator.metrics import Performer
 from ray_dcp.core.processes import OwnProcess, network_namespace
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.session.heartbeat import HeartbeatSender
-from ray_dcp.session.session import LinkSession, await_keys, closed_meanwhile
+from ray_dcp.session.session import LinkSession, await_keys, closed_meanwhile, job_store
 
 RETURN_S = 0.5
 """How long a rank whose connection closed may take to connect again, in seconds."""
@@ -717,11 +717,11 @@ def join_by_store(
     return SocketSession(name, rank, world_size, coordinator, place)
 
 
-def forget_key(store: Any, name: str) -> None:
-    """Removes the key of a session from the store, once all ranks have it."""
-    # Suppressed: not every store can.
-    with suppress(RuntimeError, NotImplementedError):
-        store.delete_key(f"{_key(name)}/address")
+def forget_key(name: str) -> None:
+    """Removes the key of a session from the job's store, once all ranks have it."""
+    # Suppressed: not every store can, and one that has ended keeps none.
+    with suppress(RuntimeError, NotImplementedError, ConnectionError):
+        job_store().delete_key(f"{_key(name)}/address")
 
 
 def _key(name: str) -> str:

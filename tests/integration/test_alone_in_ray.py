@@ -72,10 +72,10 @@ def stands(path: Path, value: float) -> bool:
 
 
 def test_a_save_of_a_process_that_is_alone_outlives_it(tmp_path: Path):
-    before = len(list_named_actors(all_namespaces=True))
+    before = {one["name"] for one in list_named_actors(all_namespaces=True)}
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     # What is done at once needs no other process.
-    assert ray.get(workers[0].save.remote(f"{tmp_path}/sync")) == before
+    assert ray.get(workers[0].save.remote(f"{tmp_path}/sync")) == len(before)
     places = {f"actor-{number}": 1.0 + number for number in range(2)}
     begun = [
         worker.begin.remote(f"{tmp_path}/{name}", value)
@@ -86,6 +86,9 @@ def test_a_save_of_a_process_that_is_alone_outlives_it(tmp_path: Path):
     for worker in workers:
         ray.kill(worker)
     assert ray.get(begin.remote(f"{tmp_path}/task", 3.0)) == "object_store"
+    # One for all of a job and its environment, actors and tasks.
+    made = {one["name"] for one in list_named_actors(all_namespaces=True)} - before
+    assert sum(":stager:" in name for name in made) == 1, made
     for name, value in {**places, "task": 3.0}.items():
         assert stands(tmp_path / name, value), name
     assert stands(Path(run) / "step-00000007", 7.0)
