@@ -28,17 +28,10 @@ from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, 
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
 from ray_dcp.session.heartbeat import HeartbeatSender
+from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.names import NAMESPACE, coordinator_name, pulse_name, staged_plan_name
 from ray_dcp.session.ray_calls import call_actor
-from ray_dcp.session.session import (
-    LEASE_S,
-    MARGIN_S,
-    Connection,
-    Session,
-    announce_connect,
-    named_address,
-    sessions,
-)
+from ray_dcp.session.session import LEASE_S, MARGIN_S, Connection, Session, named_address, sessions
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.orders import StagerOptions
 from ray_dcp.store.environment import StorageVariables

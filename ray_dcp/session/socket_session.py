@@ -43,7 +43,8 @@ from ray_dcp.coordinator.metrics import Performer
 from ray_dcp.core.processes import OwnProcess, network_namespace
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.session.heartbeat import HeartbeatSender
-from ray_dcp.session.session import LinkSession, await_keys, closed_meanwhile, job_store
+from ray_dcp.session.job_store import await_keys, job_store
+from ray_dcp.session.session import LinkSession, closed_meanwhile
 
 RETURN_S = 0.5
 """How long a rank whose connection closed may take to connect again, in seconds."""

@@ -97,6 +97,7 @@ ENVIRONMENT_READERS = {
     "store.filesystems": "whether it is as it was when a filesystem was made",
     "store.credentials": "keys and an endpoint that obstore takes from there, the clouds' files",
     "session.discovery": "which process of torchrun this is",
+    "session.meeting": "which ranks its launcher has started beside it",
     "session.session": "RAY_ADDRESS",
     "view.progress": "TERM, as a bar needs a terminal that erases lines",
     "store.environment": "what storages read there, for the stager that writes instead",

@@ -31,18 +31,14 @@ from ray_dcp.errors import (
     RankDisagreementError,
     StorageError,
 )
-from ray_dcp.session import discovery, heartbeat, ray_calls, ray_session, session
-from ray_dcp.session.discovery import await_group, connect, connect_announced
+from ray_dcp.session import discovery, heartbeat, meeting, ray_calls, ray_session, session
+from ray_dcp.session.discovery import connect, connect_announced
+from ray_dcp.session.job_store import announce_connect
+from ray_dcp.session.meeting import await_group
 from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.ray_session import RayHeartbeatSender
-from ray_dcp.session.session import (
-    Connection,
-    Disconnected,
-    GroupSessions,
-    announce_connect,
-    until_disconnected,
-)
+from ray_dcp.session.session import Connection, Disconnected, GroupSessions, until_disconnected
 from ray_dcp.stage.stager import stager_of
 from tests.support.processes import eventually
 
@@ -119,7 +115,7 @@ def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
 
 
 def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypatch):
-    monkeypatch.setattr(discovery, "LONG_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(meeting, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
         waits = waiting(pool, store, [0, 1, 2], [1])
         assert eventually(lambda: caplog.messages)
@@ -131,7 +127,7 @@ def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypa
 
 
 def test_ranks_that_do_not_come_are_named_with_their_hosts_and_may_come_later(store, monkeypatch):
-    monkeypatch.setattr(discovery.platform, "node", lambda: "here")
+    monkeypatch.setattr(meeting.platform, "node", lambda: "here")
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DeadlineError) as raised:

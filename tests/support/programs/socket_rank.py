@@ -31,7 +31,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.rank import rank_save
 from ray_dcp.session import discovery
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.session import job_store
+from ray_dcp.session.job_store import job_store
 from tests.support.processes import eventually
 
 HEARTBEAT_S = 3.0
