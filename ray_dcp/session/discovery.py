@@ -267,7 +267,8 @@ def _meet(dist: Any, group: Any, timeout_s: float) -> None:
         return
     ranks, num_met = dist.get_process_group_ranks(group), _num_met.get(group, 0)
     name = "world" if group is dist.group.WORLD else getattr(group, "group_name", "")
-    await_group(job_store(), ranks, dist.get_rank(), timeout_s=timeout_s, name=f"{name}/{num_met}")
+    store = job_store(timeout_s)
+    await_group(store, ranks, dist.get_rank(), timeout_s=timeout_s, name=f"{name}/{num_met}")
     _num_met[group] = num_met + 1
 
 
@@ -291,7 +292,7 @@ def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
     run(partial(dist.broadcast_object_list, box, src=root, group=group))
     session = None
     if isinstance(box[0], _Invite):
-        join = partial(_join_session, box[0], rank, world_size)
+        join = partial(_join_session, box[0], rank, world_size, timeout_s)
         session, error = result_or_error(join, "connecting to the other ranks", rank)
     else:
         error = box[0]
@@ -339,9 +340,9 @@ def _invite(dist: Any, group: Any) -> _Invite:
     return _Invite(name, attach_named(None))
 
 
-def _join_session(call: _Invite, rank: int, world_size: int) -> Session:
+def _join_session(call: _Invite, rank: int, world_size: int, timeout_s: float) -> Session:
     if call.address is None:
-        return join_by_store(job_store(), call.name, rank, world_size)
+        return join_by_store(job_store(timeout_s), call.name, rank, world_size)
     from ray_dcp.session.ray_session import RaySession, attach
 
     attach(call.address)

@@ -32,11 +32,18 @@ def job_place() -> tuple[Any, int | None]:
     return job_store(), distributed.get_rank()
 
 
-def job_store() -> Any:
+STORE_S = 20.0
+"""How long the store of a job may take to accept a client, in seconds."""
+
+
+def job_store(timeout_s: float = STORE_S) -> Any:
     """Returns a client of the store of torch's default process group; None if there is none.
 
     Each call returns a client of its own. *Why*: a client that waits holds a lock, without which
     another thread can't write what this one waits for.
+
+    Args:
+        timeout_s: How long it may take to accept the client, in seconds; `STORE_S` at most.
 
     Raises:
         ConnectionError: Nobody serves it any more.
@@ -51,16 +58,13 @@ def job_store() -> Any:
         return store
     # Why a thread: torch tries for as long as the store's timeout, half an hour, also to reach a
     # process that has ended. The thread ends with that.
+    timeout_s = min(timeout_s, STORE_S)
     try:
-        return begin(store.clone, "torch's store").result(_STORE_S)
+        return begin(store.clone, "torch's store").result(timeout_s)
     except futures.TimeoutError:
         raise ConnectionError(
-            f"torch's store (MASTER_ADDR) accepts no connection within {_STORE_S:g} s"
+            f"torch's store (MASTER_ADDR) accepts no connection within {timeout_s:g} s"
         ) from None
-
-
-_STORE_S = 20.0
-"""How long the store of a job may take to accept a client, in seconds."""
 
 
 @contextmanager
