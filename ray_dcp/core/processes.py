@@ -198,6 +198,10 @@ class Stop:
                 self.failed.set_exception(error)
 
 
+HELPER = "ray_dcp work"
+"""Name of the threads that do a share of several tasks."""
+
+
 def run_tasks(
     tasks: Iterable[T], work: Callable[[T], object], num_threads: int, stop: Stop | None = None
 ) -> None:
@@ -235,7 +239,7 @@ def run_tasks(
     # Suppressed: there are no more threads, and fewer do it as well.
     with suppress(LimitError):
         for _ in range(num_threads - 1):
-            threads.append(start_thread(drain, "ray_dcp work"))
+            threads.append(start_thread(drain, HELPER))
     drain()
     for thread in threads:
         thread.join()

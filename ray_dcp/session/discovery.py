@@ -8,7 +8,6 @@ communicate over sockets. No Ray is ever started here.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
@@ -39,8 +38,6 @@ from ray_dcp.session.meeting import FIRST_CALL_S, await_group
 from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.session import LEASE_S, Session, group_name, named_address, sessions
 from ray_dcp.session.socket_session import forget_key, join_by_store
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

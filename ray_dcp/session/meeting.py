@@ -8,6 +8,7 @@ nothing, within the deadline of the call.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import time
@@ -21,11 +22,12 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.session.discovery import logger
 from ray_dcp.session.job_store import (
     JOB_KEY,
     await_keys,
 )
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0
 """How long to wait for the other ranks, in seconds, before the store is read for whether they

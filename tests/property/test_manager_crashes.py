@@ -351,7 +351,10 @@ class Round:
         order = self.order
         actor.writer = writer = self._writer(actor)
         if first > 1 and order.random() < 0.5:
-            with self._by_order(actor, range(first, NUM_STEPS)) as force:
+            # Those go that were saved later, whatever their number is; a step may be saved again
+            # until then.
+            may_go = [step for step in range(1, NUM_STEPS) if step != first - 1]
+            with self._by_order(actor, may_go) as force:
                 writer.rewind(first - 1, force=force)
             self.model.took_lease(writer)
         for step in range(first, last + 1):

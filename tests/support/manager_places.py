@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 from unittest import mock
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import processes
 from ray_dcp.errors import LimitError
 from ray_dcp.io.lease_holders import this_process
 from ray_dcp.manager import background, leases
@@ -88,13 +91,22 @@ def writer_of(storage: Storage, **given) -> Writer:
 
 @contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Lets managers find no threads to start, so that all is done where it is asked for."""
+    """Lets managers find no threads to start, so that all is done where it is asked for.
 
-    def refuse(*_: object) -> None:
+    Calls that are made at once are made in order, too: a thread of their own would be no actor's,
+    and what it does would neither wait for its turn nor be judged.
+    """
+
+    def refuse(*_: object) -> NoReturn:
         raise LimitError("no thread for this test")
 
+    def refuse_helpers(work: Callable[[], object], name: str) -> threading.Thread:
+        return refuse() if name == processes.HELPER else start_thread(work, name)
+
+    start_thread = processes.start_thread
     with (
         mock.patch.object(background, "start_thread", refuse),
+        mock.patch.object(processes, "start_thread", refuse_helpers),
         mock.patch.object(leases, "renewed", return_value=lambda: None),
     ):
         yield

@@ -31,7 +31,15 @@ from ray_dcp.errors import (
     RankDisagreementError,
     StorageError,
 )
-from ray_dcp.session import discovery, heartbeat, meeting, ray_calls, ray_session, session
+from ray_dcp.session import (
+    discovery,
+    heartbeat,
+    job_store,
+    meeting,
+    ray_calls,
+    ray_session,
+    session,
+)
 from ray_dcp.session.discovery import connect, connect_announced
 from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.meeting import await_group
@@ -57,7 +65,7 @@ def announce(store, monkeypatch):
     """Announces that a rank uses `connect`, or takes it back."""
 
     def run(rank, connected=True):
-        monkeypatch.setattr(session, "job_place", lambda: (store, rank))
+        monkeypatch.setattr(job_store, "job_place", lambda: (store, rank))
         announce_connect(connected)
 
     return run
@@ -101,7 +109,7 @@ def test_a_rank_that_calls_connect_later_is_seen_too(store, announce):
 
 
 def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
-    monkeypatch.setattr(session, "job_place", lambda: (store, 0))
+    monkeypatch.setattr(job_store, "job_place", lambda: (store, 0))
 
     def connect():
         with connect_announced():
