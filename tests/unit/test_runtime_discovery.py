@@ -38,7 +38,6 @@ from ray_dcp.session import (
     meeting,
     ray_calls,
     ray_session,
-    session,
 )
 from ray_dcp.session.discovery import connect, connect_announced
 from ray_dcp.session.job_store import announce_connect
