@@ -39,7 +39,6 @@ from ray_dcp.session import ray_calls
 from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.ray_calls import call_actor, check_ray
 from ray_dcp.session.session import LEASE_S
-from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
@@ -50,6 +49,7 @@ from ray_dcp.stage.orders import (
     StagerOptions,
     Unknown,
 )
+from ray_dcp.stage.private_memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.stager import StagingAddress, stager_of
 from ray_dcp.stage.windows import (
     Filler,

@@ -48,7 +48,6 @@ from ray_dcp.session.names import (
     stagers_key,
 )
 from ray_dcp.session.ray_calls import Caller, store_bytes
-from ray_dcp.stage.memory import runs_of
 from ray_dcp.stage.node_share import NodeShare
 from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
@@ -62,6 +61,7 @@ from ray_dcp.stage.orders import (
     StagerOptions,
     Unknown,
 )
+from ray_dcp.stage.window_bytes import runs_of
 from ray_dcp.stage.windows import Part, TierEntry
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.environment import StorageVariables

@@ -30,7 +30,7 @@ from ray_dcp.commit_protocol.messages import FileReceipt, PartsWritten, Target
 from ray_dcp.core.processes import run_tasks, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
-from ray_dcp.stage.memory import Room, WindowBudget, WindowBytes
+from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.orders import (
     Grant,
     Holder,
@@ -41,6 +41,7 @@ from ray_dcp.stage.orders import (
     StageProgress,
     Unknown,
 )
+from ray_dcp.stage.window_bytes import WindowBytes
 from ray_dcp.stage.windows import (
     Part,
     StagingLayout,

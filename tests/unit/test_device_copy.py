@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ray_dcp
 from ray_dcp.errors import CheckpointError, InternalError, PlanConflictError
 from ray_dcp.options import SaveOptions
-from ray_dcp.stage import memory, staging_backend
-from ray_dcp.stage.memory import PrivateMemory
+from ray_dcp.stage import private_memory, staging_backend
+from ray_dcp.stage.private_memory import PrivateMemory
 from ray_dcp.stage.windows import HostFiller, StagingLayout, drain, fill_window
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import Capture, TensorBytes, capture
@@ -288,7 +288,7 @@ def pin(driver: Played):
 
 
 def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
-    monkeypatch.setattr(memory, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(private_memory, "PIECE_BYTES", 1 << 20)
     driver, private = Played(torch.zeros(1)), PrivateMemory()
     for _ in range(2):
         lease = private.lease(3 << 20)
