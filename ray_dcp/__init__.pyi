@@ -65,7 +65,7 @@ from ray_dcp.saving import save_state_dict as save_state_dict
 from ray_dcp.saving import warm_up as warm_up
 from ray_dcp.session.discovery import connect as connect
 from ray_dcp.session.session import Session as Session
-from ray_dcp.stage.orders import StagerOptions as StagerOptions
+from ray_dcp.stage.stager_options import StagerOptions as StagerOptions
 from ray_dcp.store.location import Location as Location
 from ray_dcp.torch_adapter.results import LoadReport as LoadReport
 from ray_dcp.torch_adapter.state import PerRank as PerRank

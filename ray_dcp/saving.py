@@ -40,7 +40,7 @@ from ray_dcp.session.activity import Account, Activity
 from ray_dcp.session.discovery import check_alone, current_session
 from ray_dcp.session.own_folders import OwnFolder, own_folder
 from ray_dcp.session.session import Session, session_alone
-from ray_dcp.stage.orders import StagerOptions
+from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.stage.staging_backend import warm_process
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target

@@ -33,7 +33,7 @@ from ray_dcp.session.names import NAMESPACE, coordinator_name, pulse_name, stage
 from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.session import LEASE_S, MARGIN_S, Connection, Session, named_address, sessions
 from ray_dcp.stage.link import RankStaging
-from ray_dcp.stage.orders import StagerOptions
+from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.store.environment import StorageVariables
 
 PROBE_S = 10.0

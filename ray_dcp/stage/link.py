@@ -40,17 +40,10 @@ from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.ray_calls import call_actor, check_ray
 from ray_dcp.session.session import LEASE_S
 from ray_dcp.stage.node_memory import NoRoomError
-from ray_dcp.stage.orders import (
-    SHARE_OF_STORE,
-    Grant,
-    StageKey,
-    StageOrder,
-    StageProgress,
-    StagerOptions,
-    Unknown,
-)
+from ray_dcp.stage.orders import Grant, StageKey, StageOrder, StageProgress, Unknown
 from ray_dcp.stage.private_memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.stager import StagingAddress, stager_of
+from ray_dcp.stage.stager_options import SHARE_OF_STORE, StagerOptions
 from ray_dcp.stage.windows import (
     Filler,
     Pin,

@@ -50,7 +50,6 @@ from ray_dcp.session.names import (
 from ray_dcp.session.ray_calls import Caller, store_bytes
 from ray_dcp.stage.node_share import NodeShare
 from ray_dcp.stage.orders import (
-    SHARE_OF_STORE,
     Grant,
     Holder,
     InFlight,
@@ -58,9 +57,9 @@ from ray_dcp.stage.orders import (
     StageKey,
     StageOrder,
     StageProgress,
-    StagerOptions,
     Unknown,
 )
+from ray_dcp.stage.stager_options import SHARE_OF_STORE, StagerOptions
 from ray_dcp.stage.window_bytes import runs_of
 from ray_dcp.stage.windows import Part, TierEntry
 from ray_dcp.stage.write_queue import WriteQueue

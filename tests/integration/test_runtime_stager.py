@@ -22,7 +22,8 @@ from ray_dcp.session.names import stager_name, stagers_key
 from ray_dcp.session.ray_calls import store_bytes
 from ray_dcp.stage import link as staging_link
 from ray_dcp.stage.link import RankStaging
-from ray_dcp.stage.orders import StageKey, StagerOptions
+from ray_dcp.stage.orders import StageKey
+from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.store.environment import StorageVariables
 from tests.support.processes import eventually, lives
 from tests.support.programs.held_writes import hang_writes

@@ -15,7 +15,7 @@ from ray_dcp.core import checksums
 checksums.MAX_BLOCK_BYTES = longest = int(sys.argv[1])  # before any other module reads it
 checksums._BLOCKS_AIMED = 4  # so that a state of some MB has the longest block
 import torch, ray_dcp
-from ray_dcp.stage.orders import StagerOptions
+from ray_dcp.stage.stager_options import StagerOptions
 
 def state(value):
     large = torch.full((40_000_003,), value, dtype=torch.uint8)

@@ -26,8 +26,9 @@ from ray_dcp.stage import link as staging_link
 from ray_dcp.stage import windows as stage_windows
 from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.link import transfer
-from ray_dcp.stage.orders import Grant, StageKey, StagerOptions
+from ray_dcp.stage.orders import Grant, StageKey
 from ray_dcp.stage.private_memory import PrivateMemory
+from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.stage.windows import (
     HostFiller,
     copy_all,
