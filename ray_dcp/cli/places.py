@@ -21,9 +21,9 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.io.lease_holders import LEASE_S
-from ray_dcp.store.credentials import PROVIDERS
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.object_clients import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
@@ -162,7 +162,7 @@ def kept(place: AnyPlace) -> Iterator[None]:
             run = replace(target, url=url)
             if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
                 from ray_dcp.manager.catalogue import Root
-                from ray_dcp.manager.leases import ReaderLease
+                from ray_dcp.manager.reader_leases import ReaderLease
 
                 lease = stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
                 context = click.get_current_context(silent=True)

@@ -58,7 +58,7 @@ from ray_dcp.format.names import (
 )
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.checkpoint import CheckpointReplacedError
-from ray_dcp.io.records import RESERVE, keep_reserve
+from ray_dcp.io.reserve import RESERVE, keep_reserve
 from ray_dcp.place.done_marks import marks_removed_last
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace

@@ -42,8 +42,10 @@ from ray_dcp.integrations.ray_train import (
 )
 from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, save_fits
 from ray_dcp.manager.background import Ended, Finisher
-from ray_dcp.manager.collective_actions import CollectiveActions, Preemption
-from ray_dcp.manager.policies import EverySteps, RetentionPolicy, SaveFacts
+from ray_dcp.manager.collective_actions import CollectiveActions
+from ray_dcp.manager.preemption import Preemption
+from ray_dcp.manager.retention import RetentionPolicy
+from ray_dcp.manager.save_policies import EverySteps, SaveFacts
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions, check_whole, plain_integer
 from ray_dcp.saving import warm_staging

@@ -44,7 +44,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import check_file_key
 from ray_dcp.manager.collective_actions import RestoreReport
 from ray_dcp.manager.manager import CheckpointManager
-from ray_dcp.manager.policies import rankings
+from ray_dcp.manager.retention import rankings
 from ray_dcp.options import LoadOptions
 from ray_dcp.saving import CheckpointId
 from ray_dcp.torch_adapter.state import PerRank

@@ -28,7 +28,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import is_unicode
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.root_writer import remove_folder
+from ray_dcp.manager.deletions import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.saving import save
 from ray_dcp.store.opening import target_of

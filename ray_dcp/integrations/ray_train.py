@@ -50,7 +50,8 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import StepNames
 from ray_dcp.io.lease_holders import this_process
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.policies import RetentionPolicy, StepFacts, answers_of, beyond_floats
+from ray_dcp.manager.metrics import beyond_floats
+from ray_dcp.manager.retention import RetentionPolicy, StepFacts, answers_of
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.saving import session_for

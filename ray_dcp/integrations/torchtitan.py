@@ -27,7 +27,7 @@ from torchtitan.components.checkpointer.base import (
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.loading import load
-from ray_dcp.manager.collective_actions import agree
+from ray_dcp.manager.agreement import agree
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions, SaveOptions

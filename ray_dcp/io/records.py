@@ -1,46 +1,22 @@
-"""Reads the records of a checkpoint, aborts announced deletions, and reserves disk space.
+"""Reads the records of a checkpoint.
 
-**Records** are stored in numbered slots. `read_slots` determines the *deciding* record: the commit
+Records are stored in numbered slots. `read_slots` determines the *deciding* record: the commit
 or delete record that defines the current state.
 
 A record may be removed while it is read, by a save or delete that now decides, and whose own record
 an earlier listing may not show. If a listed record is missing, or no record decides, the result is
 therefore compared with another listing.
-
-**Announced deletions** can be aborted by a process that protects a step, before they are committed:
-
-    deletes the step                        protects the step (tag, reader, writer lease)
-    1. announce, under an attempt id        1. write the protection
-    2. read all protections                 2. fence: abort all announced attempts
-    3. commit the delete record
-
-At least one of the two sees the other, in whatever order and with whatever delays the steps happen.
-The abort record occupies the attempt, so that its delete record can't be committed any more.
-
-A storage without conditional creation allows no such abort record. There, `fence` removes the
-announcement, and the deleting process checks it immediately before step 3. A deletion between that
-check and its record can't be stopped; `fence` reports this.
-
-An announcement is an empty file whose name contains all its data. The announcement of a crashed
-process is aborted in the same way, so that no liveness check is needed.
-
-**The reserve** of a run is a file that is deleted on a full disk to make room for the records of a
-deletion, and created again when there is space.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from ray_dcp.errors import (
     CheckpointError,
-    CheckpointExistsError,
     DamagedCheckpointError,
     StorageError,
 )
@@ -52,16 +28,15 @@ from ray_dcp.format.manifest import (
     Record,
     deciding,
     decode_record,
-    encode_record,
     record_key,
     slot_of,
 )
 from ray_dcp.format.step_info import StepInfo, decode_info, info_key
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, is_full, read_if_there
+from ray_dcp.store.storage import KeyMissingError, Storage, read_if_there
 
 T = TypeVar("T")
 
-_MOST_TRIES = 20
+MOST_TRIES = 20
 """How often the slots are listed again. Each retry means that a save or delete intervened."""
 
 
@@ -160,7 +135,7 @@ def read_slots(
         O(records above `previous_slot`): one, plus aborted and superseded attempts.
     """
     before: Slots | None = None
-    for _ in range(_MOST_TRIES):
+    for _ in range(MOST_TRIES):
         slots = used_slots(storage) if used is None else used
         found = _read(storage, slots, tolerant, whole, known or {})
         if found is not None and (found.decides is not None or used is not None):
@@ -169,7 +144,7 @@ def read_slots(
             return found
         before, used, known = found, None, None
     raise StorageError(
-        f"The records in {storage.url} changed {_MOST_TRIES} times while they were read: who saves "
+        f"The records in {storage.url} changed {MOST_TRIES} times while they were read: who saves "
         f"or deletes there all the time? Try again when that is over"
     )
 
@@ -311,167 +286,3 @@ def info_below(
 
 def _key_below(folder: str, key: str) -> str:
     return f"{folder}/{key}" if folder else key
-
-
-_PREFIX = "deleting/"
-_KEY = re.compile(
-    r"deleting/(?P<step>\d{1,18})\.(?P<attempt>[0-9a-f]{16})\.(?P<name>(?!\.\.?$)[^/]+)"
-)
-
-
-class Announced(NamedTuple):
-    """An announced deletion."""
-
-    step: int
-    attempt: str
-    """Attempt id of its delete record."""
-    name: str
-    """Folder of the step."""
-
-    @property
-    def key(self) -> str:
-        """Key of the announcement in the shared folder of the run.
-
-        Examples:
-            >>> Announced(5, "0123456789abcdef", "step-5").key
-            'deleting/5.0123456789abcdef.step-5'
-        """
-        return f"{_PREFIX}{self.step}.{self.attempt}.{self.name}"
-
-
-def announced(shared: Storage, step: int | None = None) -> list[Announced]:
-    """Returns the announced deletions.
-
-    Args:
-        shared: Shared storage of the run's managers.
-        step: Only those of this step; of all steps if None.
-
-    Raises:
-        StorageError: The storage can't be listed.
-    """
-    prefix = _PREFIX if step is None else f"{_PREFIX}{step}."
-    found = (_KEY.fullmatch(entry.key) for entry in shared.list(prefix))
-    return [Announced(int(one["step"]), one["attempt"], one["name"]) for one in found if one]
-
-
-def ended(url: str) -> CheckpointExistsError:
-    """Returns the error of a deletion that another process aborted."""
-    return CheckpointExistsError(
-        "Expected to delete the checkpoint, but its deletion was aborted by a tag, a reader, or "
-        "another process that writes to its run",
-        checkpoint_id=url,
-    )
-
-
-def check_announced(shared: Storage, mark: Announced) -> None:
-    """Checks that the announcement of a deletion still exists.
-
-    Raises:
-        CheckpointExistsError: Another process removed it.
-        StorageError: The storage can't be read.
-    """
-    if read_if_there(shared, mark.key) is None:
-        raise ended(mark.name)
-
-
-def fence(
-    shared: Storage,
-    open_folder: Callable[[str], Storage],
-    reason: str,
-    step: int | None = None,
-) -> str:
-    """Aborts the announced deletions: none of them can be committed after this returns.
-
-    Must be called after the protection has been written.
-
-    Args:
-        shared: Shared storage of the run's managers.
-        open_folder: Opens a step folder of the run.
-        reason: Reason, stored in the abort record.
-        step: Only deletions of this step; of all steps if None.
-
-    Returns:
-        A message about deletions that may still be committed, because the storage has no
-        conditional creation; "" if there are none.
-
-    Raises:
-        StorageError: The storage failed; some deletions may still be committed.
-    """
-    marks = announced(shared, step)
-    unsure = [
-        one
-        for one in marks
-        if not freeing(shared, partial(_abort, open_folder(one.name), one.attempt, reason))
-    ]
-    shared.delete([one.key for one in marks])
-    if not unsure:
-        return ""
-    return (
-        f"{', '.join(sorted({one.name for one in unsure}))} of {shared.url.rpartition('/')[0]} was "
-        f"about to be deleted, and the deletion was called off. But this storage can't create a "
-        f"file only if there is none: a deletion whose record is being written now still happens. "
-        f"Look whether the step still exists"
-    )
-
-
-def _abort(storage: Storage, attempt: str, reason: str) -> bool:
-    """Aborts a deletion by a record; returns whether its outcome is now decided."""
-    record = encode_record(AbortRecord(attempt=attempt, reason=reason, rank=None))
-    for _ in range(_MOST_TRIES):
-        slots = read_slots(storage, tolerant=True)
-        if any(one.attempt == attempt for one in slots.records.values()):
-            return True
-        # Why: an empty folder has nothing to delete. Another program, such as one that makes
-        # copies, may have written a file of this name.
-        if not slots.used and not storage.list():
-            return True
-        # Why no record: without conditional creation, it could replace another process's record.
-        if not storage.traits.create_if_absent:
-            return False
-        with suppress(KeyExistsError):
-            storage.write(record_key(slots.last_slot + 1), record, create=True)
-    raise StorageError(
-        f"The records in {storage.url} changed {_MOST_TRIES} times while a deletion was to be "
-        f"ended there. Who saves or deletes there all the time? Try again when that is over"
-    )
-
-
-RESERVE = "reserve"
-RESERVE_BYTES = 64 << 10
-"""Enough for a lease, an announcement and some records, with the overhead of any filesystem."""
-
-
-def keep_reserve(shared: Storage) -> None:
-    """Creates the reserve of a run; does nothing if there is no space for it.
-
-    Args:
-        shared: Shared storage of the run's managers.
-    """
-    # Why not on an object store: it does not fill up, and each request costs a round trip.
-    if hasattr(shared, "request_bytes"):
-        return
-    with suppress(CheckpointError):
-        # Why random: a compressing filesystem would reserve nothing for zeros.
-        shared.write(RESERVE, os.urandom(RESERVE_BYTES))
-
-
-def freeing(shared: Storage, work: Callable[[], T]) -> T:
-    """Calls `work` and returns its result; if the disk is full, retries without the reserve.
-
-    Args:
-        shared: Shared storage of the run's managers.
-        work: The call; may be repeated once.
-
-    Raises:
-        CheckpointError: The error of `work`.
-    """
-    try:
-        return work()
-    except CheckpointError as error:
-        if not is_full(error) or read_if_there(shared, RESERVE, 0) is None:
-            raise
-    shared.delete([RESERVE])
-    try:
-        return work()
-    finally:
-        keep_reserve(shared)

@@ -347,7 +347,7 @@ class SmallFiles(StorageWrapper):
         inner: Storage of the files.
 
     Examples:
-        >>> from ray_dcp.store.storage import MemoryStorage
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> inner = MemoryStorage("doc-small-files")
         >>> inner.write("a", b"abc")
         >>> storage = SmallFiles(inner)

@@ -43,13 +43,7 @@ from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
 from ray_dcp.format.torch_items import frames_of
 from ray_dcp.options import SaveOptions
-from ray_dcp.store.storage import (
-    KeyExistsError,
-    PartWriter,
-    PublishedFile,
-    Storage,
-    reuse_file,
-)
+from ray_dcp.store.storage import KeyExistsError, PartWriter, PublishedFile, Storage, reuse_file
 
 
 def contradiction(expected: str, found: str, key: str) -> InternalError:

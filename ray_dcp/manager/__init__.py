@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray_dcp.manager.collective_actions import RestoreReport, SavedStep
     from ray_dcp.manager.manager import CheckpointManager
-    from ray_dcp.manager.policies import (
-        AllOf,
-        AnyOf,
-        AtSteps,
+    from ray_dcp.manager.retention import (
         BestN,
-        EveryMinutes,
-        EveryOptimal,
-        EverySteps,
         KeepAllOf,
         KeepAnyOf,
         KeepEveryHours,
         KeepEverySteps,
         KeepNot,
         LatestN,
+        RetentionPolicy,
+        StepFacts,
+    )
+    from ray_dcp.manager.save_policies import (
+        AllOf,
+        AnyOf,
+        AtSteps,
+        EveryMinutes,
+        EveryOptimal,
+        EverySteps,
         Not,
         OnPreemption,
-        RetentionPolicy,
         SaveFacts,
         SavePolicy,
-        StepFacts,
     )
     from ray_dcp.manager.settings import Item
     from ray_dcp.manager.step_export import StepExport
@@ -63,18 +65,27 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BestN": "retention",
     "CheckpointManager": "manager",
     "Item": "settings",
+    "KeepAllOf": "retention",
+    "KeepAnyOf": "retention",
+    "KeepEveryHours": "retention",
+    "KeepEverySteps": "retention",
+    "KeepNot": "retention",
+    "LatestN": "retention",
     "RestoreReport": "collective_actions",
+    "RetentionPolicy": "retention",
     "SavedStep": "collective_actions",
     "StepExport": "step_export",
+    "StepFacts": "retention",
 }
-"""Module of each name; the others are policies."""
+"""Module of each name; the others are policies that decide when to save."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ray_dcp.manager' has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'policies')}"), name)
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'save_policies')}"), name)
     globals()[name] = value
     return value

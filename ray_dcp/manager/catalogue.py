@@ -34,8 +34,9 @@ from ray_dcp.format.step_info import (
     latest_values,
     recorded_in,
 )
-from ray_dcp.io.records import fence, highest_record, info_below, read_slots
-from ray_dcp.manager.policies import Order, StepFacts, age_in
+from ray_dcp.io.announced_deletions import fence
+from ray_dcp.io.records import highest_record, info_below, read_slots
+from ray_dcp.manager.retention import Order, StepFacts, age_in
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there

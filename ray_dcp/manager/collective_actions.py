@@ -1,43 +1,29 @@
-"""`CollectiveActions`: what the ranks of a manager do together: decide, save, commit and restore.
+"""`CollectiveActions`: what the ranks of a manager do together: decide, save, commit, restore.
 
-All ranks call every method in the same order.
-
-`agree` makes one decision for all ranks: each rank sends its facts to rank 0, which sends its
-decision to all. This takes two exchanges through the session, and none if there is one rank. No
-rank decides by its own clock, signals or scan of the storage.
-
-Rank 0 decides which steps a restore tries, and in which order. `RestoreReport` names the restored
-one.
+All ranks call every method in the same order. `RestoreReport` names the restored step.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import signal
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from ray_dcp import events
 from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
-from ray_dcp.commit_protocol.error_aggregation import exchanged
-from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request, Target
+from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CommitUnknownError,
     DamagedCheckpointError,
     InvalidRequestError,
@@ -47,27 +33,21 @@ from ray_dcp.errors import (
 from ray_dcp.events import contained
 from ray_dcp.io.records import read_slots
 from ray_dcp.loading import run_load
+from ray_dcp.manager.agreement import ASK_AGAIN_S, T, agree
 from ray_dcp.manager.background import Finisher, in_time
-from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step
-from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.policies import (
-    Mode,
-    Order,
-    RetentionPolicy,
-    SaveFacts,
-    age_in,
-    asks_only_the_step,
-    best_of,
-    rankings,
-)
-from ray_dcp.manager.root_writer import StepTarget, Writer
+from ray_dcp.manager.catalogue import Root, StepFound, look_at_step
+from ray_dcp.manager.preemption import Preemption
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.restore_order import MOST_LOOKS, Wanted, candidates, targets_of
+from ray_dcp.manager.root_writer import Writer
+from ray_dcp.manager.save_policies import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Item, Settings, states_of
+from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.outcome import outcome, settle
 from ray_dcp.rank.rank_load import drive, first_that_loads, with_time_to_join
-from ray_dcp.rank.rank_save import decided_on_rank_0, result_or_error
+from ray_dcp.rank.rank_save import result_or_error
 from ray_dcp.saving import check_options, run_save
-from ray_dcp.session.activity import Activity
 from ray_dcp.session.session import InlineSession, Session
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
@@ -76,72 +56,7 @@ from ray_dcp.torch_adapter.results import LoadReport, OperationLog
 from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.wording import seconds_text, size_text
 
-T = TypeVar("T")
-
-ASK_AGAIN_S = (0.0, 0.5, 2.0)
-"""Pauses before the storage is queried for an unknown outcome, in seconds."""
-
-
-def agree(
-    session: Session,
-    what: str,
-    decide: Callable[[Sequence[Any]], Any],
-    options: SaveOptions,
-    *,
-    facts: Any = None,
-    timeout_s: float | None = None,
-    error: CheckpointError | None = None,
-    key: OpKey | None = None,
-) -> Any:
-    """Returns the decision that rank 0 makes from the facts of all ranks; equal on all ranks.
-
-    Args:
-        session: Session of this rank.
-        what: Description of the decision, the same on all ranks.
-        decide: Called on rank 0 alone, with the facts by rank; its result must be serializable as
-            JSON.
-        options: Have the heartbeat timeout.
-        facts: Facts of this rank, serializable as JSON.
-        timeout_s: Deadline for all ranks to join, in seconds; `plan_timeout_s` of the options if
-            None.
-        error: Why this rank can't take part; reported to all ranks.
-        key: Key of this operation, if the session has issued it already.
-
-    Raises:
-        CheckpointError: A rank reported an error, or `decide` raised one; the same on all ranks.
-        RankDisagreementError: The ranks make different decisions.
-    """
-    rank, world_size = session.rank, session.world_size
-    timeout_s = options.plan_timeout_s if timeout_s is None else timeout_s
-    if world_size == 1:
-        if error is not None:
-            raise error
-        return in_time(timeout_s, what, lambda: decide([facts]))
-
-    def exchanges(first: OpKey, second: OpKey) -> Generator[Request, Reply, Any]:
-        own, tag = {0: json.dumps(facts).encode()}, f"{what}: facts"
-        request = Exchange(first, rank, world_size, tag, own, timeout_s, error)
-        inbox = yield from exchanged(request)
-
-        def decided() -> Any:
-            received = [json.loads(inbox[sender]) for sender in range(world_size)]
-            return in_time(timeout_s, what, lambda: decide(received))
-
-        # Why twice: rank 0 may need the whole first timeout for its decision, and then reports it.
-        request = Exchange(second, rank, world_size, f"{what}: decided", {}, 2 * timeout_s)
-        return (yield from decided_on_rank_0(request, decided, what))
-
-    with Activity(session, options.heartbeat_timeout_s, key) as activity:
-        return drive(exchanges(activity.next_key(), activity.next_key()), activity.call)
-
-
 logger = logging.getLogger(__name__)
-
-
-Wanted = int | Literal["latest", "best", "auto"]
-MOST_TRIED = 100
-"""Maximum number of steps that `auto` tries."""
-_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,130 +106,6 @@ class RestoreReport:
     def report(self) -> LoadReport:
         """The report of a step of one state, or of the first item."""
         return next(iter(self.reports.values()))
-
-
-def best_step_of(
-    catalogue: Catalogue,
-    retention: RetentionPolicy | None,
-    metric: str | None = None,
-    mode: Mode | None = None,
-    order: Order = "increasing",
-) -> int | None:
-    """Returns the committed step with the best value of a metric; None if no step has it.
-
-    Args:
-        catalogue: The committed steps.
-        retention: Policy whose `BestN` gives the metric and the mode by default.
-        metric: Name of the metric.
-        mode: Whether the lowest or the highest value is the best; "min" if nothing gives it.
-        order: What makes a step newer than others of the same value; see `age_in`.
-
-    Raises:
-        InvalidRequestError: No metric is given, and the policy does not have exactly one `BestN`.
-    """
-    ranked = {(one.metric, one.mode) for one in rankings(retention)}
-    if metric is None:
-        if len(ranked) != 1:
-            known = sorted({name for facts in catalogue.facts() for name in facts.metrics})
-            raise InvalidRequestError(
-                f"the best step by which metric? Give best_step(metric, mode), or a retention with "
-                f"one BestN. The steps have the metrics {', '.join(known) or 'none'}",
-                key="metric",
-            )
-        ((metric, own_mode),) = ranked
-    else:
-        own_mode = dict(ranked).get(metric, "min")
-    best = best_of(sorted(catalogue.facts(), key=age_in(order)), metric, mode or own_mode)
-    return best[0].step if best else None
-
-
-def candidates(
-    wanted: Wanted, catalogue: Catalogue, settings: Settings, url: str
-) -> list[StepFound]:
-    """Returns the steps to try, in order.
-
-    Args:
-        wanted: The requested step.
-        catalogue: The committed steps.
-        settings: Settings of the manager, which define the best and the newest step.
-        url: Path or URL of the root.
-
-    Raises:
-        CheckpointNotFoundError: There is no such step.
-        InvalidRequestError: The best step is not defined.
-    """
-    steps = catalogue.steps
-    if wanted == "auto":
-        chosen = catalogue.oldest_first(settings.order)[: -MOST_TRIED - 1 : -1]
-    elif wanted == "latest":
-        chosen = catalogue.oldest_first(settings.order)[-1:]
-    elif wanted == "best":
-        best = best_step_of(catalogue, settings.kept, order=settings.order)
-        chosen = [] if best is None else [steps[best]]
-    else:
-        chosen = [steps[wanted]] if wanted in steps else []
-    if chosen:
-        return chosen
-    there = [str(step) for step in steps]
-    more = f" (and {len(there) - _SHOWN} earlier ones)" if len(there) > _SHOWN else ""
-    found = f"steps {', '.join(there[-_SHOWN:])}{more}"
-    if not there:
-        found = "no committed step: check the path, or begin anew where latest_step() is None"
-    what = {"auto": "a step", "latest": "a step", "best": "a step with the metric"}
-    step = wanted if isinstance(wanted, int) else None
-    raise CheckpointNotFoundError(
-        f"expected {what.get(str(wanted), f'step {wanted}')} in {url}, found {found}",
-        checkpoint_id=url,
-        step=step,
-    )
-
-
-def targets_of(
-    folder: Target, saved: Mapping[str, str], settings: Settings, state_dict: Any, step: int
-) -> list[tuple[str, Item, Target, Any]]:
-    """Returns the loads of a step: name and settings of the item, source and state dict.
-
-    Args:
-        folder: Folder of the step.
-        saved: Folder of each item of the step; empty for a step of one state.
-        settings: Settings of the manager.
-        state_dict: As given to `restore`.
-        step: Number of the step.
-
-    Raises:
-        InvalidRequestError: The step does not consist of the items that the manager expects, or
-            `state_dict` is no mapping of items.
-    """
-    items = settings.named
-    if not items and not saved:
-        return [("", settings.items[""], folder, state_dict)]
-    if not items or not saved:
-        there = f"the items {', '.join(sorted(saved))}" if saved else "one state without items"
-        named = ", ".join(f"{name!r}: Item()" for name in sorted(saved))
-        way_out = f"make the manager with{f' items={{{named}}}' if saved else 'out items='}"
-        raise InvalidRequestError(f"step {step} consists of {there}; {way_out}", step=step)
-    if not isinstance(state_dict, Mapping):
-        raise InvalidRequestError(
-            f"state_dict must be a dict with a state for each item to load, but is "
-            f"{type(state_dict).__name__}",
-            key="state_dict",
-        )
-    unknown = sorted(map(str, state_dict.keys() - saved.keys()))
-    if unknown or not state_dict:
-        raise InvalidRequestError(
-            f"step {step} has the items {', '.join(sorted(saved))}, but state_dict asks for "
-            f"{', '.join(unknown) or 'none'}; ask for any of those that it has",
-            step=step,
-        )
-    return [
-        (name, items.get(name, Item()), place_below(folder, saved[name]), state_dict[name])
-        for name in sorted(saved)
-        if name in state_dict
-    ]
-
-
-MOST_LOOKS = 20
-"""How often a step is chosen again because it was deleted before it was protected."""
 
 
 @dataclass
@@ -867,89 +658,3 @@ def _perform_after(place: StepTarget, task: Task) -> Result:
             step=place.step,
         )
     )
-
-
-# --- preemption -----------------------------------------------------------------------------------
-
-SAME_NOTICE_S = 5.0
-"""SIGTERMs within this many seconds of the first one are the same notice. *Why*: a scheduler that
-signals the whole job reaches a rank twice, directly and through `torchrun`, which forwards it."""
-
-
-class Preemption:
-    """The preemption notices of one manager: SIGTERM, or a call of the user.
-
-    The first SIGTERM is recorded, and the process continues, so that it can save. A second one has
-    the effect that it would have without a manager. So has the first one in a forked child, because
-    `multiprocessing.Pool` ends its workers by SIGTERM.
-    """
-
-    def __init__(self) -> None:
-        self._told = threading.Event()
-
-    @property
-    def is_told(self) -> bool:
-        """Whether the process was notified."""
-        return self._told.is_set()
-
-    def tell(self) -> None:
-        """Records that the machine will be taken away."""
-        self._told.set()
-
-    def listen(self) -> None:
-        """Installs a SIGTERM handler; outside of the main thread, which can't, logs that."""
-        if threading.current_thread() is not threading.main_thread():
-            logger.info(
-                "SIGTERM is not listened to, as the manager was not made in the main thread; "
-                "call notice_preemption() when the machine is to be taken away"
-            )
-            return
-        _listeners.add(self)
-        _process[0] = os.getpid()
-        if signal.getsignal(signal.SIGTERM) is not _take:
-            _before[0] = signal.signal(signal.SIGTERM, _take)
-
-    def stop(self) -> None:
-        """Stops listening; the last listener restores the previous handler in the main thread."""
-        _listeners.discard(self)
-        if not _listeners:
-            _first.clear()
-        in_main = threading.current_thread() is threading.main_thread()
-        if not _listeners and in_main and signal.getsignal(signal.SIGTERM) is _take:
-            signal.signal(signal.SIGTERM, _or_default(_before[0]))
-
-
-_listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
-_before: list[Any] = [signal.SIG_DFL]
-_process = [0]
-"""Id of the process that listens. *Why*: a forked child inherits the listeners, but saves
-nothing."""
-_first: list[float] = []
-"""Time of the notice; empty before it."""
-_clock = time.monotonic
-
-
-def _take(number: int, frame: FrameType | None) -> None:
-    if _listeners and _process[0] == os.getpid() and _is_first(_clock()):
-        for one in _listeners:
-            one.tell()
-        return
-    before = _or_default(_before[0])
-    if callable(before):
-        before(number, frame)
-    elif before == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_first(now: float) -> bool:
-    # Careful: checking only whether all are notified is not enough. They may be notified because of
-    # another rank's notice, and the process would then be ended by its own first SIGTERM.
-    if not _first or not all(one.is_told for one in _listeners):
-        _first[:] = [now]
-    return now - _first[0] < SAME_NOTICE_S
-
-
-def _or_default(handler: Any) -> Any:
-    # Why: None stands for a handler that was not set from Python, and can't be set again.
-    return signal.SIG_DFL if handler is None else handler

@@ -23,8 +23,8 @@ from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import RecordedMetric, metrics_of, recorded_in
 from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
-from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.policies import check_metrics
+from ray_dcp.manager.metrics import check_metrics
+from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.options import check_above_0
 from ray_dcp.rank.rank_load import StepRange
 from ray_dcp.store.location import AnyPlace

@@ -31,18 +31,13 @@ from ray_dcp.format.names import STEP_NAME, StepNames
 from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.background import Ended, Finisher, in_time
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.collective_actions import (
-    CollectiveActions,
-    Preemption,
-    RestoreReport,
-    SavedStep,
-    Wanted,
-    best_step_of,
-    candidates,
-)
-from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.policies import Mode, Order, RetentionPolicy, SaveFacts, SavePolicy
+from ray_dcp.manager.collective_actions import CollectiveActions, RestoreReport, SavedStep
+from ray_dcp.manager.preemption import Preemption
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.restore_order import Wanted, best_step_of, candidates
+from ray_dcp.manager.retention import Mode, Order, RetentionPolicy
 from ray_dcp.manager.root_writer import Writer
+from ray_dcp.manager.save_policies import SaveFacts, SavePolicy
 from ray_dcp.manager.settings import (
     Item,
     Settings,

@@ -12,15 +12,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.io.lease_holders import LEASE_S
-from ray_dcp.manager.policies import (
+from ray_dcp.manager.retention import LatestN, Order, RetentionPolicy, check_retention
+from ray_dcp.manager.save_policies import (
     AnyOf,
     EverySteps,
-    LatestN,
     OnPreemption,
-    Order,
-    RetentionPolicy,
     SavePolicy,
-    check_retention,
     check_save_policy,
     listens_for_preemption,
 )

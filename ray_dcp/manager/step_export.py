@@ -30,11 +30,11 @@ from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.manager.background import Background
 from ray_dcp.manager.catalogue import Root, StepFound
-from ray_dcp.manager.leases import ReaderLease
-from ray_dcp.manager.policies import (
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.retention import age_in
+from ray_dcp.manager.save_policies import (
     SaveFacts,
     SavePolicy,
-    age_in,
     asks_only_the_step,
     check_save_policy,
 )

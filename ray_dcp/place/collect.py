@@ -65,7 +65,7 @@ def collect(
         StorageError: The storage failed before anything was deleted.
 
     Examples:
-        >>> from ray_dcp.store.storage import MemoryStorage
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> MemoryStorage("doc-collect").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> collect("memory://doc-collect").kept[0].reason
         'attempt 0123456789abcdef may still be committed'

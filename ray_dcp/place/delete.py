@@ -28,8 +28,8 @@ from ray_dcp.commit_protocol.vote import (
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.format.save_trace import trace_key
+from ray_dcp.io.announced_deletions import ended
 from ray_dcp.io.checkpoint import METADATA_KEY
-from ray_dcp.io.records import ended
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.garbage import check_readable, find_dead
 from ray_dcp.place.listing import (
@@ -96,7 +96,7 @@ def delete(
             happened, which the message says.
 
     Examples:
-        >>> from ray_dcp.store.storage import MemoryStorage
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> MemoryStorage("doc-delete").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> report = delete("memory://doc-delete")
         >>> report.deleted, report.num_bytes

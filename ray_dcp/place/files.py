@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from ray_dcp.store.storage import (
-    Entry,
-    Storage,
-)
+from ray_dcp.store.storage import Entry, Storage
 
 
 @runtime_checkable

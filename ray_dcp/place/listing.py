@@ -26,10 +26,7 @@ from ray_dcp.io.checkpoint import METADATA_KEY, is_ours, not_found
 from ray_dcp.place.files import everything
 from ray_dcp.place.records import Standing, standing_records
 from ray_dcp.place.stock_files import foreign_metadata
-from ray_dcp.store.storage import (
-    KeyMissingError,
-    Storage,
-)
+from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.wording import count_text, size_text
 
 

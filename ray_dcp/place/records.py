@@ -23,11 +23,7 @@ from ray_dcp.format.manifest import (
     record_key,
 )
 from ray_dcp.io.records import Slots, read_slots, used_slots
-from ray_dcp.store.storage import (
-    KeyExistsError,
-    Storage,
-    read_traits_of,
-)
+from ray_dcp.store.storage import KeyExistsError, Storage, read_traits_of
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from ray_dcp.io.records import slots_in
 from ray_dcp.place.files import everything
 from ray_dcp.place.records import Standing, standing_records
 from ray_dcp.place.stock_files import foreign_metadata
-from ray_dcp.store.storage import (
-    Storage,
-)
+from ray_dcp.store.storage import Storage
 
 
 def read_standing(storage: Storage) -> RecordsRead:

@@ -24,8 +24,9 @@ from ray_dcp.format.names import (
     tags_in,
 )
 from ray_dcp.format.step_info import info_slot, metrics_of
+from ray_dcp.io.announced_deletions import Announced, check_announced, fence
 from ray_dcp.io.lease_holders import UNREADABLE, read_holder, this_process
-from ray_dcp.io.records import Announced, check_announced, fence, freeing
+from ray_dcp.io.reserve import freeing
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.delete import delete as delete_place
 from ray_dcp.place.listing import CollectReport
@@ -265,7 +266,7 @@ def delete(
             happened, which the message says.
 
     Examples:
-        >>> from ray_dcp.store.storage import MemoryStorage
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> MemoryStorage("doc-delete").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> report = delete("memory://doc-delete")
         >>> report.deleted, report.num_bytes

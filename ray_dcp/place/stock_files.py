@@ -14,11 +14,7 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.io.checkpoint import METADATA_KEY
-from ray_dcp.store.storage import (
-    KeyMissingError,
-    Storage,
-    read_if_there,
-)
+from ray_dcp.store.storage import KeyMissingError, Storage, read_if_there
 
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 

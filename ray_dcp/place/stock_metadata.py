@@ -27,11 +27,7 @@ from ray_dcp.io.records import used_slots
 from ray_dcp.place.files import unpublished
 from ray_dcp.place.records import standing_records
 from ray_dcp.store.opening import open_storage, target_of
-from ray_dcp.store.storage import (
-    KeyMissingError,
-    Storage,
-    read_if_there,
-)
+from ray_dcp.store.storage import KeyMissingError, Storage, read_if_there
 
 
 def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
@@ -176,7 +172,7 @@ def write_metadata(
     Examples:
         >>> from ray_dcp.options import SaveOptions
         >>> from ray_dcp.saving import save
-        >>> from ray_dcp.store.storage import MemoryStorage
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> storage = MemoryStorage("doc-metadata")
         >>> options = SaveOptions(stock_metadata=False)
         >>> _ = save({"step": 7}, checkpoint_id="memory://doc-metadata", options=options)

@@ -1,7 +1,4 @@
-"""Creates and caches the clients of object stores from URLs and options.
-
-`split_options` is pure: it separates ray_dcp's options from obstore's, and translates the option
-names of fsspec. `client_of` returns one shared client per store, for `object_storage`.
+"""The credentials of object stores that obstore does not find by itself.
 
 obstore reads keys among the options and in the environment, and asks the container or the instance
 for others. `default_credentials` returns what it lacks, from where the tools of a cloud keep it, if
@@ -12,7 +9,7 @@ the library of that cloud is installed:
 * Google: default credentials that are not a service account or a user, by google-auth.
 * Azure: what `azure.identity.DefaultAzureCredential` finds, such as the login of `az`.
 
-`tried` describes which credentials a store used, for messages. Neither shows a key.
+`tried` describes which credentials a store used, for messages. It shows no key.
 """
 
 from __future__ import annotations
@@ -22,466 +19,14 @@ import os
 import re
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
-from functools import cache, partial
-from hashlib import blake2b
+from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
-from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.store.remote import Retrying, redacted
-
-MIB = 1 << 20
-K = TypeVar("K")
-V = TypeVar("V")
-
-# Option names of s3fs, gcsfs and adlfs -> obstore's. Names of obstore are used unchanged.
-_FSSPEC_NAMES = {
-    "s3": {
-        "key": "access_key_id",
-        "secret": "secret_access_key",
-        "token": "session_token",
-        "endpoint_url": "endpoint",
-        "region_name": "region",
-        "anon": "skip_signature",
-    },
-    "gs": {"token": "application_credentials", "endpoint_url": "base_url"},
-    "az": {"connection_string": "", "anon": "skip_signature", "sas_token": "sas_key"},
-}
-_PASSED_ON = ("client_options", "credential_provider")
-_OF_CLIENTS = frozenset(
-    (
-        "allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers",
-        "http1_only", "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_url",
-        "proxy_ca_certificate", "proxy_excludes", "read_timeout", "root_certificate", "timeout",
-        "user_agent",
-    )
-)  # fmt: skip
-"""Options of obstore's HTTP client, which are passed separately from those of a provider."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectOptions:
-    """ray_dcp's own options of an object store; given among `storage_options`.
-
-    Raises:
-        InvalidRequestError: A field has an invalid value.
-
-    Examples:
-        >>> ObjectOptions(request_bytes=8 << 20).upload_bytes >> 20
-        128
-    """
-
-    request_bytes: int = 16 * MIB
-    """Length of one part of an upload, and of the longest file that is put by a single request."""
-    upload_bytes: int = 128 * MIB
-    """Maximum number of bytes held in memory by uploads, over all files that this process writes
-    to the store. In addition, each file has the part that it fills."""
-    num_requests: int = 8
-    """Number of parts of one file that are uploaded concurrently."""
-    retry_timeout_s: float = 180.0
-    """How long a call is retried after transient errors, in seconds, with exponential backoff and
-    jitter; at most 10 s if no server answers."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
-                raise InvalidRequestError(
-                    f"storage option {field.name} must be a number of at least 1, but is {value!r}",
-                    key=field.name,
-                )
-        if self.request_bytes < 5 * MIB:
-            raise InvalidRequestError(
-                f"storage option request_bytes must be at least 5 MiB, which S3 asks of a part, "
-                f"but is {self.request_bytes}",
-                key="request_bytes",
-            )
-
-
-def split_options(
-    provider: str, options: Mapping[str, object]
-) -> tuple[ObjectOptions, dict[str, Any], dict[str, Any]]:
-    """Returns ray_dcp's own options, the configuration of the provider, and store arguments.
-
-    Args:
-        provider: `"s3"`, `"gs"` or `"az"`.
-        options: As the user gave them.
-
-    Raises:
-        InvalidRequestError: An option of ray_dcp has an invalid value, or an option is given by two
-            names.
-
-    Examples:
-        >>> split_options("s3", {"key": "me", "client_kwargs": {"region_name": "eu-1"}})[1]
-        {'access_key_id': 'me', 'region': 'eu-1'}
-    """
-    names = _FSSPEC_NAMES[provider]
-    own = {field.name for field in fields(ObjectOptions)}
-    given = dict(options)
-    nested = given.pop("client_kwargs", {})
-    if isinstance(nested, Mapping):
-        given.update(nested)
-    config: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in own or name in _PASSED_ON or value is None:
-            continue
-        target = names.get(name, name)
-        if not target:
-            raise InvalidRequestError(
-                f"storage option {name} is not understood for {provider}://; pass account_name "
-                f"and account_key, or a filesystem made from it",
-                key=name,
-            )
-        if target in config:
-            raise InvalidRequestError(
-                f"storage option {target} is given twice, also as {name}", key=name
-            )
-        config[target] = value
-    of_client = {name: config.pop(name) for name in _OF_CLIENTS & config.keys()}
-    if of_client:
-        chosen: Any = given.get("client_options") or {}
-        given["client_options"] = {**of_client, **chosen}
-    ours = ObjectOptions(**{name: given[name] for name in own & given.keys()})  # type: ignore[arg-type]
-    return ours, config, {name: given[name] for name in _PASSED_ON if name in given}
-
-
-PROVIDERS = {
-    "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
-    "az": "az", "azure": "az", "abfs": "az", "abfss": "az",
-}  # fmt: skip
-"""URL scheme -> provider, which is also the scheme of the URLs that ray_dcp writes."""
-_CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
-_ENDPOINTS = (
-    "aws_endpoint_url_s3", "endpoint_url_s3", "endpoint_url", "endpoint", "aws_endpoint_url",
-    "aws_endpoint", "base_url", "azure_endpoint", "azure_storage_endpoint",
-)  # fmt: skip
-_REQUEST_TIMEOUT = timedelta(seconds=120)
-_CONNECT_TIMEOUT = timedelta(seconds=10)
-_MOST_RETRIES = 20
-_MOST_KEPT = 32
-
-_LOCK = ProcessLock()
-_STORES: OrderedDict[str, tuple[Any, ObjectOptions]] = OrderedDict()
-_CLIENTS: OrderedDict[tuple[int, float], tuple[Any, Client]] = OrderedDict()
-_used_in: list[OwnProcess] = []
-"""The process that created the first client."""
-
-
-def make_store(
-    scheme: str, bucket: str, options: Mapping[str, object]
-) -> tuple[Any, ObjectOptions]:
-    """Returns a client for a bucket, and ray_dcp's own options.
-
-    Clients are cached with their connections. Equal options give the same client, as long as the
-    environment and the files that it was made from are as they were.
-
-    Args:
-        scheme: One of `PROVIDERS`.
-        bucket: Bucket or container.
-        options: As the user gave them.
-
-    Raises:
-        InvalidRequestError: obstore is not installed, the bucket is missing, or an option is
-            unknown.
-    """
-    provider = PROVIDERS[scheme]
-    if not bucket:
-        raise InvalidRequestError(
-            f"expected {scheme}://bucket/path, but found no bucket in {scheme}://"
-        )
-    # Why by repr: options need not be hashable.
-    given = sorted((key, repr(value)) for key, value in options.items())
-    sources = (scheme, bucket, given, _environment(provider), _files(provider, options))
-    # Why a digest: what it is made of contains credentials.
-    name = blake2b(repr(sources).encode(errors="surrogateescape")).hexdigest()
-    return _get_or_make(_STORES, name, lambda: _make(provider, bucket, options))
-
-
-def _get_or_make(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Returns an entry of an LRU cache, and creates it if it is missing."""
-    with _LOCK:
-        _used_in[:] = _used_in or [OwnProcess()]
-        # Why: a forked child lacks obstore's threads, and calls in it would never return.
-        _used_in[0].check(
-            "obstore", "Start children by spawn or forkserver, or before this process uses a bucket"
-        )
-        if key not in cache:
-            cache[key] = make()
-        cache.move_to_end(key)
-        while len(cache) > _MOST_KEPT:
-            cache.popitem(last=False)
-        return cache[key]
-
-
-class Client(NamedTuple):
-    """Makes the calls to a store."""
-
-    calls: Any
-    """Another client of the same store, without retries of its own."""
-    retrying: Retrying
-    """Retries all calls, so that they share one budget."""
-
-
-def client_of(store: Any, timeout_s: float) -> Client:
-    """Returns the shared client of a store.
-
-    Args:
-        store: A store of obstore.
-        timeout_s: Deadline of a call including all retries, in seconds.
-    """
-
-    def make() -> tuple[Any, Client]:
-        calls = store
-        if provider_of(store) is not None:
-            calls = type(store)(**{**_arguments(store), "retry_config": {"max_retries": 0}})
-        # Why also the store: the cache key is its `id`, which may be reused after it is freed.
-        return store, Client(calls, Retrying(timeout_s))
-
-    return _get_or_make(_CLIENTS, (id(store), timeout_s), make)[1]
-
-
-_S3_ENDPOINT = "aws_endpoint_url_s3"
-
-
-def _arguments(store: Any) -> dict[str, Any]:
-    """Returns the arguments that make another client of a store."""
-    names = ("prefix", "config", "client_options", "credential_provider", "retry_config")
-    found = {name: getattr(store, name) for name in names}
-    # Why: obstore 0.12 refuses this name as it returns it.
-    shown = _S3_ENDPOINT.removeprefix("aws_")
-    renamed = {_S3_ENDPOINT if n == shown else n: value for n, value in store.config.items()}
-    return {**found, "config": renamed}
-
-
-def pickled(store: Any) -> Any:
-    """Returns what a store is pickled as; `unpickled` returns the store."""
-    is_refused = provider_of(store) == "s3" and _S3_ENDPOINT in _arguments(store)["config"]
-    return (type(store), _arguments(store)) if is_refused else store
-
-
-def unpickled(found: Any) -> Any:
-    """Returns the store that `pickled` was called with."""
-    return found[0](**found[1]) if isinstance(found, tuple) else found
-
-
-def forget_store(store: Any) -> None:
-    """Drops the cached clients of a store, so that the next one reads the credentials again.
-
-    Args:
-        store: A store whose credentials were refused. An unknown store is ignored.
-    """
-    with _LOCK:
-        caches: tuple[OrderedDict[Any, tuple[Any, Any]], ...] = (_STORES, _CLIENTS)
-        for cache in caches:
-            for key in [key for key, (kept, _) in cache.items() if kept is store]:
-                del cache[key]
-
-
-def base_url(store: Any) -> str:
-    """Returns the URL of the root of a store."""
-    config = getattr(store, "config", None) or {}
-    prefix = str(getattr(store, "prefix", None) or "").strip("/")
-    kind = type(store).__name__
-    provider = provider_of(store)
-    if provider is None:
-        # Why the id: two in-memory stores are two locations.
-        root = str(getattr(store, "url", "")) or f"obstore+{kind.lower()}://{id(store):x}"
-    else:
-        bucket = config.get("bucket") or config.get("container_name") or ""
-        root = f"{provider}://{bucket}"
-    return f"{root.rstrip('/')}/{prefix}" if prefix else root.rstrip("/")
-
-
-def name_of_store(store: Any) -> str:
-    """Returns a unique name of a bucket, including its server: two may have equal buckets."""
-    config = getattr(store, "config", None) or {}
-    root = base_url(store).removesuffix(str(getattr(store, "prefix", None) or ""))
-    return f"{root} at {_endpoint(config) or config.get('account_name') or ''}"
-
-
-def provider_of(store: Any) -> str | None:
-    """Returns `"s3"`, `"gs"` or `"az"`, or None for a store that only this process can access."""
-    kind = type(store).__name__
-    return next((name for name, found in _CLASSES.items() if found == kind), None)
-
-
-def credentials_text(store: Any) -> str:
-    """Returns which credentials a store used, for messages; empty if it takes none."""
-    return tried(provider_of(store), store)
-
-
-def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[Any, ObjectOptions]:
-    try:
-        from obstore import store as stores
-        from obstore.exceptions import BaseError
-    except ImportError as exc:
-        raise InvalidRequestError(
-            f"{provider}:// needs obstore, which is not installed: pip install 'ray-dcp[s3]'"
-        ) from exc
-    ours, config, more = split_options(provider, options)
-    if "@" in bucket and provider == "az":
-        bucket, _, account = bucket.partition("@")
-        config.setdefault("account_name", account.partition(".")[0])
-    profile = config.get("profile")
-    credentials = more.get("credential_provider") or default_credentials(provider, config)
-    brought: Mapping[str, Any] = getattr(credentials, "config", None) or {}
-    config = _with_settings(provider, {**brought, **config}, profile)
-    endpoint = _endpoint(config)
-    _check_endpoint(endpoint)
-    if provider == "s3":
-        # Why: TLS detects altered bytes, and hashing bodies by SHA-256 costs five times as much as
-        # the upload (measured: 1.03 instead of 0.22 s of CPU per GiB). Without TLS the server can
-        # check a body only by a hash, unless the user chose a checksum. Why both signed hash and
-        # checksum: some servers check only one of them (SeaweedFS the checksum).
-        is_checked = _is_encrypted(endpoint) or any("checksum" in name for name in config)
-        checksum = {} if is_checked else {"checksum_algorithm": "SHA256"}
-        config = {"unsigned_payload": is_checked, **checksum, **config}
-    client: dict[str, Any] = {
-        "timeout": _REQUEST_TIMEOUT,
-        "connect_timeout": _CONNECT_TIMEOUT,
-        # Why: this only permits an http endpoint that the user has configured, here or in the
-        # environment.
-        "allow_http": True,
-    }
-    client.update(more.get("client_options") or {})
-    retries = {
-        "max_retries": _MOST_RETRIES,
-        "retry_timeout": timedelta(seconds=ours.retry_timeout_s),
-    }
-    arguments: dict[str, Any] = {"retry_config": retries}
-    if credentials is not None:
-        arguments["credential_provider"] = credentials
-    cls = getattr(stores, _CLASSES[provider])
-    try:
-        store = cls(bucket, config=config, client_options=client, **arguments)
-    except (BaseError, ValueError, TypeError) as exc:
-        # Careful: obstore's message may quote values. Its first line names the option.
-        raise InvalidRequestError(
-            f"the storage_options for {provider}://{bucket} are not understood: "
-            f"{redacted(str(exc).splitlines()[0], config)}",
-            key="storage_options",
-        ) from None
-    return store, ours
-
-
-_SETTINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "s3": {
-        # The first one is botocore's, whose order decides; then what obstore takes beside it.
-        "region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
-        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    },
-    "gs": {"base_url": ("GOOGLE_BASE_URL",)},
-    "az": {
-        "account_name": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"),
-        "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    },
-}
-"""Options that say which server is asked, with the variables that they are taken from."""
-
-
-def _with_settings(provider: str, config: Mapping[str, Any], profile: object) -> dict[str, Any]:
-    """Returns options with the server that is asked, each setting resolved on its own.
-
-    Options come before the environment, and that before files, as in boto3. *Why the environment
-    too*, which obstore reads itself: there, `AWS_ENDPOINT_URL_S3` comes before an option, and two
-    stores of one bucket name could not be told apart.
-
-    Args:
-        provider: `"s3"`, `"gs"` or `"az"`.
-        config: The options that were given.
-        profile: The AWS profile that was asked for; None for the default.
-
-    Raises:
-        InvalidRequestError: An AWS configuration file can't be read.
-    """
-    found = dict(config)
-    given = {name.lower() for name, value in config.items() if value}
-    prefix = _PREFIXES[provider].lower()
-    files: Callable[[], Mapping[str, str]] = dict
-    if provider == "s3" and _aws_files() and _is_installed("botocore.session"):
-        files = cache(partial(_aws_settings, profile if isinstance(profile, str) else None))
-    for name, variables in _SETTINGS[provider].items():
-        aliases = {name, *map(str.lower, variables)}
-        aliases |= {alias.removeprefix(prefix) for alias in aliases}
-        if aliases & given:
-            continue
-        values = (os.environ.get(variable, "") for variable in variables)
-        value = next(filter(None, values), "") or files().get(name)
-        if value:
-            found[name] = value
-    other, endpoint = os.environ.get(_S3_ENDPOINT.upper()), _endpoint(found)
-    if provider == "s3" and other and endpoint != other:
-        found = {name: value for name, value in found.items() if name.lower() not in _ENDPOINTS}
-        found[_S3_ENDPOINT] = endpoint
-    return found
-
-
-def _environment(provider: str) -> list[tuple[str, str]]:
-    """Returns the variables that a client is made from."""
-    wanted = re.compile(
-        _VARIABLES[provider] + r"|\w+_PROXY|SSL_CERT_(FILE|DIR)|HOME", re.IGNORECASE
-    )
-    return sorted(one for one in os.environ.items() if wanted.fullmatch(one[0]))
-
-
-_VARIABLES = {
-    "s3": r"AWS_\w+",
-    "gs": r"(GOOGLE|CLOUDSDK|GCLOUD|GCE)_\w+",
-    "az": r"(AZURE|MSI|IDENTITY|ARM)_\w+",
-}
-
-
-def _files(provider: str, options: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Returns the files that a client is made from, with what changes when they are written."""
-    paths = _aws_paths() if provider == "s3" else []
-    if provider == "gs":
-        names = ("application_credentials", "token")
-        paths = [_google_file({"application_credentials": options.get(n)}) for n in names]
-    found: list[tuple[str, object]] = []
-    for path in paths:
-        state: object = None
-        with suppress(OSError, ValueError):
-            status = os.stat(path)
-            state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        found.append((path, state))
-    return found
-
-
-def _endpoint(config: Mapping[str, Any]) -> str:
-    return next((str(config[name]) for name in _ENDPOINTS if config.get(name)), "")
-
-
-def _check_endpoint(endpoint: str) -> None:
-    """Checks the URL of an endpoint; an invalid one makes obstore panic at the first call.
-
-    Raises:
-        InvalidRequestError: It is not the URL of a server.
-    """
-    try:
-        parts = urlsplit(endpoint)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_url = False
-    if endpoint and not (is_url and endpoint.isascii() and not set(endpoint) & set(" \t\r\n")):
-        raise InvalidRequestError(
-            f"storage option endpoint must be a URL such as https://host:9000, but is {endpoint!r}",
-            key="endpoint",
-        )
-
-
-def _is_encrypted(endpoint: str) -> bool:
-    """Returns whether connections to an S3 endpoint use TLS, as those to Amazon do by default."""
-    environment = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoints = [endpoint] if endpoint else [os.environ.get(name, "") for name in environment]
-    return not any(found.lower().startswith("http:") for found in endpoints)
-
 
 _KEYS = {
     "s3": re.compile(
@@ -496,7 +41,7 @@ _KEYS = {
     ),
 }  # fmt: skip
 """Names of the options and variables that obstore takes credentials from, in capitals."""
-_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _AZURE_SCOPE = "https://storage.azure.com/.default"
 _OWN_TIME = timedelta(minutes=10)
@@ -554,7 +99,7 @@ class AwsCredentials(_Default):
 
         self._method = ""
         self._open: Callable[[], Any] = partial(Session, profile=name)
-        _aws_settings(name)
+        aws_settings(name)
 
     def __str__(self) -> str:
         name = self._name or os.environ.get("AWS_PROFILE") or "default"
@@ -582,7 +127,7 @@ class AwsCredentials(_Default):
         }
 
 
-def _aws_settings(profile: str | None) -> dict[str, str]:
+def aws_settings(profile: str | None) -> dict[str, str]:
     """Returns region and endpoint of a profile, or else of the environment, as botocore has them.
 
     Args:
@@ -699,9 +244,9 @@ def default_credentials(provider: str, config: dict[str, Any]) -> _Default | Non
         return _of_google(config)
     if provider == "s3":
         # Why only with such files: obstore itself asks the container and the instance.
-        is_there = _aws_files() and _is_installed("botocore.session")
+        is_there = aws_files() and is_installed("botocore.session")
         return AwsCredentials() if is_there else None
-    return AzureCredentials() if _is_installed("azure.identity") else None
+    return AzureCredentials() if is_installed("azure.identity") else None
 
 
 def tried(provider: str | None, store: Any) -> str:
@@ -725,16 +270,16 @@ def tried(provider: str | None, store: Any) -> str:
     if provider == "gs" and (path := _google_file(store.config)):
         return f"the default credentials of {path}"
     text = "those of the container or instance, as storage_options and environment have none"
-    if provider == "s3" and _aws_files() and not _is_installed("botocore.session"):
+    if provider == "s3" and aws_files() and not is_installed("botocore.session"):
         text += "; for AWS profiles: pip install boto3"
-    if provider == "az" and not _is_installed("azure.identity"):
+    if provider == "az" and not is_installed("azure.identity"):
         text += "; for the login of az: pip install azure-identity"
     return text
 
 
 def _secrets_in(provider: str, names: Mapping[str, Any]) -> list[str]:
     """Returns the names of options or variables that have credentials."""
-    prefix = _PREFIXES[provider] if names is os.environ else ""
+    prefix = PREFIXES[provider] if names is os.environ else ""
     found = (name for name in names if name.upper().startswith(prefix) and names[name])
     return sorted(name for name in found if _KEYS[provider].fullmatch(name.upper()))
 
@@ -745,7 +290,7 @@ def _of_profile(profile: object) -> AwsCredentials:
             f"storage option profile must be the name of an AWS profile, but is {profile!r}",
             key="profile",
         )
-    if not _is_installed("botocore.session"):
+    if not is_installed("botocore.session"):
         raise InvalidRequestError(
             "storage option profile needs boto3, which is not installed: pip install boto3",
             key="profile",
@@ -753,7 +298,7 @@ def _of_profile(profile: object) -> AwsCredentials:
     return AwsCredentials(profile)
 
 
-def _aws_files() -> bool:
+def aws_files() -> bool:
     """Returns whether there are configuration files of AWS, or one is asked for."""
     if os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE"):
         return True
@@ -775,7 +320,7 @@ def _of_google(config: dict[str, Any]) -> GoogleCredentials | None:
     # Why: obstore reads these itself.
     if kind in (None, "service_account", "authorized_user"):
         return None
-    if not _is_installed("google.auth.transport.requests"):
+    if not is_installed("google.auth.transport.requests"):
         raise InvalidRequestError(
             f"the default credentials of Google in {path} are of the type {kind!r}, which needs "
             f"google-auth: pip install google-auth requests",
@@ -794,9 +339,42 @@ def _google_file(config: Mapping[str, Any]) -> str:
     return str(path) if os.path.isfile(str(path)) else ""
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Returns whether a module of a cloud's library can be imported."""
     try:
         import_module(module)
     except ImportError:
         return False
     return True
+
+
+def cloud_variables(provider: str) -> list[tuple[str, str]]:
+    """Returns the variables that a client of a cloud reads, in order of their names."""
+    """Returns the variables that a client is made from."""
+    wanted = re.compile(
+        _VARIABLES[provider] + r"|\w+_PROXY|SSL_CERT_(FILE|DIR)|HOME", re.IGNORECASE
+    )
+    return sorted(one for one in os.environ.items() if wanted.fullmatch(one[0]))
+
+
+_VARIABLES = {
+    "s3": r"AWS_\w+",
+    "gs": r"(GOOGLE|CLOUDSDK|GCLOUD|GCE)_\w+",
+    "az": r"(AZURE|MSI|IDENTITY|ARM)_\w+",
+}
+
+
+def credential_files(provider: str, options: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Returns the files that a client is made from, with what changes when they are written."""
+    paths = _aws_paths() if provider == "s3" else []
+    if provider == "gs":
+        names = ("application_credentials", "token")
+        paths = [_google_file({"application_credentials": options.get(n)}) for n in names]
+    found: list[tuple[str, object]] = []
+    for path in paths:
+        state: object = None
+        with suppress(OSError, ValueError):
+            status = os.stat(path)
+            state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        found.append((path, state))
+    return found

@@ -29,10 +29,12 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
+from ray_dcp.store.conditional_create import creates_if_absent_in
 from ray_dcp.store.environment import is_of_storages
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url, url_below
-from ray_dcp.store.remote import Retrying, creates_if_absent_in, redacted
+from ray_dcp.store.redaction import redacted
+from ray_dcp.store.retries import Retrying
 from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,

@@ -1,33 +1,26 @@
 """`ObjectStorage`: a storage in a bucket of S3, GCS or Azure, accessed through obstore.
 
-**Uploads** (`ObjectWriter`). A file that fits one request is written by a single conditional put.
-A longer file is a multipart upload with several parts in flight, which runs in a thread of its own:
-it reads the parts without copying them, and aborts the upload if the writer is aborted.
-
-**Errors** (`object_failure`). Errors of obstore become `StorageError`s that name the failed call
-and the key. A message never shows signatures or tokens, which URLs may contain.
+A file that fits one request is written by a single conditional put; a longer one is a multipart
+upload (`object_upload`). What an error means, and whether it is worth another call, is said in
+`object_errors`.
 """
 
 from __future__ import annotations
 
 import builtins
-import math
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ray_dcp.core.processes import start_thread, wait_all
-from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
-from ray_dcp.store.credentials import (
-    ObjectOptions,
+from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.store.conditional_create import creates_if_absent_in
+from ray_dcp.store.location import split_url
+from ray_dcp.store.object_clients import (
     base_url,
     client_of,
     credentials_text,
@@ -38,8 +31,17 @@ from ray_dcp.store.credentials import (
     provider_of,
     unpickled,
 )
-from ray_dcp.store.location import split_url
-from ray_dcp.store.remote import Retrying, creates_if_absent_in
+from ray_dcp.store.object_errors import (
+    AlteredError,
+    ConflictError,
+    is_about_credentials,
+    is_past_the_end,
+    object_failure,
+    worth_s,
+)
+from ray_dcp.store.object_options import ObjectOptions
+from ray_dcp.store.object_upload import Upload
+from ray_dcp.store.retries import Retrying
 from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,
@@ -59,6 +61,13 @@ from ray_dcp.store.storage import (
     is_temporary,
     too_short,
 )
+
+T = TypeVar("T")
+
+_READ_CHUNK_BYTES = 1 << 20
+"""Minimum length of the chunks in which a received body is copied into its target."""
+_MOST_DELETED = 1000
+
 
 _MOST_PARTS = 10_000
 """S3's limit of parts per upload."""
@@ -94,7 +103,7 @@ class ObjectWriter(OnceWriter):
         self._num_parts = 0
         self._room = _room_of(storage._options)
         self._held: list[weakref.finalize[Any, Any]] = []
-        self._upload: _Upload | None = None
+        self._upload: Upload | None = None
         super().__init__(storage._url_of(key), key)
 
     def _append(self, data: BytesLike) -> None:
@@ -143,7 +152,7 @@ class ObjectWriter(OnceWriter):
             )
         if self._upload is None:
             # Careful: a bound method would keep this writer alive, and prevent abort on deletion.
-            self._upload = _Upload(partial(self._storage._put_parts, self._key))
+            self._upload = Upload(partial(self._storage._put_parts, self._key))
         part = self._part[: self._fill]
         self._part, self._fill = np.empty(self._part_bytes, np.uint8), 0
         self._num_parts += 1
@@ -154,266 +163,6 @@ class ObjectWriter(OnceWriter):
             give_back.atexit = False
             self._held = [one for one in self._held if one.alive] + [give_back]
         self._upload.add(part)
-
-
-class _Upload:
-    """Runs a multipart upload in a thread of its own, which reads the parts from a queue.
-
-    Args:
-        put: Uploads the parts of an iterator.
-    """
-
-    def __init__(self, put: Callable[[_Parts], object]) -> None:
-        self._parts = _Parts()
-        self._ended: Future[None] = Future()
-        start_thread(partial(self._run, put), "ray_dcp upload")
-
-    def add(self, part: npt.NDArray[np.uint8]) -> None:
-        """Appends a part.
-
-        Raises:
-            StorageError: The upload has failed.
-        """
-        if self._ended.done():
-            self._ended.result()
-        self._parts.put(part)
-
-    def finish(self) -> None:
-        """Completes the upload and waits until the file exists.
-
-        Raises:
-            StorageError: The upload has failed.
-        """
-        self._parts.put(StopIteration())
-        self._ended.result()
-
-    def give_up(self) -> None:
-        """Aborts the upload, and waits until its parts are removed."""
-        self._parts.drop()
-        self._parts.put(_GivenUpError())
-        wait_all([self._ended])
-
-    def _run(self, put: Callable[[_Parts], object]) -> None:
-        try:
-            put(self._parts)
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that writes
-            self._parts.drop()
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
-
-
-class _GivenUpError(Exception):
-    """Raised in the thread of an upload that is aborted."""
-
-
-class _Parts(SimpleQueue["npt.NDArray[np.uint8] | Exception"]):
-    """Iterates once over parts from another thread; a queued exception ends the iteration."""
-
-    def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
-        return self
-
-    def __next__(self) -> npt.NDArray[np.uint8]:
-        part = self.get()
-        if isinstance(part, Exception):
-            self.put(part)  # for further calls
-            raise part
-        return part
-
-    def drop(self) -> None:
-        """Drops all parts that were not read."""
-        with suppress(Empty):
-            while True:
-                self.get_nowait()
-
-
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>([^<]*)</Code>")
-_TEXT = re.compile(r"<Message>([^<]*)</Message>")
-_RETRIES = re.compile(r"(?:after|retried) (\d+) (?:retries|times)")
-_QUERY = re.compile(r"\?[^\s)]*")
-_OF_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
-_MOST_CHARS = 400
-_WHOLE = "non-partial response"
-"""obstore's message about a server that answers a range request with 200, as rclone does."""
-
-_NO_CREDENTIALS = re.compile(r"External \w+ credential provider: (.*)")
-"""obstore's message about a `credential_provider` that raised an exception."""
-_INSTANCE = re.compile(
-    r"://(?:169\.254\.(?:169\.254|170\.23?)|\[fd00:ec2::\d+\]|metadata\.google\.internal)[/:]"
-)
-"""Servers that give a container or machine its credentials."""
-
-_WAY_OUT = {
-    "NoSuchBucket": "create the bucket, or correct its name",
-    "ContainerNotFound": "create the container, or correct its name",
-    "ExpiredToken": "the token has expired: give a credential_provider that renews it",
-    "RequestTimeTooSkewed": "set this machine's clock",
-    "SignatureDoesNotMatch": "check the secret key in storage_options or the environment",
-    "InvalidAccessKeyId": "check the access key in storage_options or the environment",
-    "AccessDenied": "give these credentials the right to do that, or choose another place",
-    "SlowDown": "the store throttles: lower num_threads or num_requests, or retry later",
-    "BadDigest": "the network altered what was sent: use https, and check network and memory",
-    "QuotaExceeded": "free space there, or save elsewhere",
-    "StorageFull": "free space there, or save elsewhere",
-}
-_BY_STATUS = {
-    "401": "check the credentials in storage_options or the environment",
-    "403": "check the credentials in storage_options or the environment, and their rights",
-    "404": "check the name of the bucket or container",
-    "429": "the store throttles: lower num_threads or num_requests, or retry later",
-    "500": "the store failed; retry later",
-    "503": "the store is busy or down; retry later",
-    "507": "free space there, or save elsewhere",
-}
-_CUT = (
-    "error sending request", "error decoding response body", "error reading a body",
-    "connection closed", "connection reset", "incomplete message", "timed out", "TimedOut",
-    "IncompleteMessage", "ConnectionReset", "error trying to connect", "Connection refused",
-    "Wrong size", "operation timed out", "response body error", "kind: Interrupted",
-)  # fmt: skip
-
-
-_CONNECT_S = 10.0
-"""How long a refused connection, an unknown host or an unreadable answer is retried, in seconds.
-*Why short*: most likely no server is there, or the wrong one."""
-_PASSING_CODES = (
-    "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "SlowDown",
-    "BadDigest", "XAmzContentSHA256Mismatch",
-)  # fmt: skip
-"""Error codes worth a retry. The last two report that the body was altered in transit."""
-_PASSING = ("408", "429", "500", "502", "503", "504")
-
-
-_INVALID = "Got invalid"
-"""obstore's message about an answer that is truncated or altered, or not from an S3 server."""
-
-
-class ConflictError(Exception):
-    """A conditional put conflicted with another request, but the key does not exist."""
-
-
-class AlteredError(Exception):
-    """An answer is inconsistent: it was truncated or altered in transit."""
-
-
-def is_past_the_end(error: BaseException) -> bool:
-    """Returns whether the store refused a range because the value is too short."""
-    text = str(error)
-    return "416" in _STATUS.findall(text) or "InvalidRange" in text or "range starting at" in text
-
-
-def is_about_credentials(error: BaseException) -> bool:
-    """Returns whether the store refused the credentials, which may have been renewed since."""
-    text = str(error)
-    is_refused = _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
-    return is_refused or bool(_explain_missing_credentials(text))
-
-
-def _explain_missing_credentials(text: str) -> str:
-    """Returns why there were no credentials to send; empty if there were."""
-    is_instance = _INSTANCE.search(text) is not None
-    return _first(_NO_CREDENTIALS, text) or "the container or instance gave none" * is_instance
-
-
-def worth_s(error: BaseException) -> float:
-    """Returns for how long an error is retried, in seconds since the first try.
-
-    Returns:
-        0 for permanent errors, such as 403 or a malformed request.
-    """
-    text = str(error)
-    if isinstance(error, ConflictError | AlteredError):
-        return math.inf
-    if _INVALID in text:
-        return _CONNECT_S
-    if _STATUS.search(text):
-        passes = _first(_STATUS, text) in _PASSING or _first(_CODE, text) in _PASSING_CODES
-        return math.inf if passes else 0.0
-    if "kind: Connect" in text or _INSTANCE.search(text):
-        return _CONNECT_S
-    return math.inf if _is_cut(text) else 0.0
-
-
-def _is_cut(text: str) -> bool:
-    return not _STATUS.search(text) and any(sign in text for sign in _CUT)
-
-
-def object_failure(
-    error: BaseException, doing: str, key: str, where: str, credentials: str = ""
-) -> StorageError:
-    """Returns the `StorageError` that describes an error of obstore.
-
-    Args:
-        error: Exception raised by obstore.
-        doing: Verb for the message: "write", "read".
-        key: The key concerned.
-        where: URL of the key.
-        credentials: Which credentials were used, for errors about them.
-
-    Returns:
-        `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the answer of the store, the
-        number of retries and a remedy.
-
-    Examples:
-        >>> print(object_failure(ValueError("no"), "read", "a", "s3://b/a"))
-        could not read s3://b/a: no (ValueError, not retried) [key a]
-    """
-    text = str(error)
-    name = type(error).__name__
-    status, code = _first(_STATUS, text), _first(_CODE, text)
-    is_bucket = code in ("NoSuchBucket", "ContainerNotFound")
-    if isinstance(error, FileNotFoundError) and not is_bucket:
-        return KeyMissingError(f"could not {doing} {where}: there is no such key", key=key)
-    if name == "AlreadyExistsError" or (name == "PreconditionError" and doing == "create"):
-        return KeyExistsError(f"could not {doing} {where}: it exists already", key=key)
-    retries = _first(_RETRIES, " ".join([*getattr(error, "__notes__", ()), text])) or "0"
-    told = f"retried {retries} times" if retries != "0" else "not retried"
-    said = _describe_answer(text, status, code)
-    way_out = _WAY_OUT.get(code) or _BY_STATUS.get(status)
-    if _WHOLE in text:
-        way_out = (
-            "this server can't serve ranges: use another, or reach it through fsspec: "
-            "Location(path, filesystem=s3fs.S3FileSystem(...))"
-        )
-    if way_out is None and (_is_cut(text) or isinstance(error, AlteredError) or _INVALID in text):
-        way_out = "the connection failed: check the endpoint and the network, then retry"
-    lacking = _explain_missing_credentials(text)
-    if lacking:
-        said = f"there are no valid credentials: {lacking}"
-        way_out = "give them in storage_options or the environment, or renew them"
-    if credentials and is_about_credentials(error):
-        way_out = f"{way_out or 'check the credentials'}. Tried: {credentials}"
-    message = f"could not {doing} {where}: {said} ({name}, {told})"
-    # Why only with a status: a broken connection is not a refusal.
-    is_refused = (bool(status) or bool(lacking)) and worth_s(error) == 0
-    cls = StorageRefusedError if is_refused else StorageError
-    return cls(message + (f"; {way_out}" if way_out else ""), key=key or None)
-
-
-def _describe_answer(text: str, status: str, code: str) -> str:
-    if status:
-        told = _first(_TEXT, text)
-        return (
-            f"the store answered {status}"
-            + (f" {code}" if code else "")
-            + (f", {told}" if told else "")
-        )
-    line = _QUERY.sub("?…", text.split("\n\nDebug source")[0].replace("\n", " "))
-    return line[:_MOST_CHARS].strip()
-
-
-def _first(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    # Why one line: Azure appends the request id and the time on further lines.
-    return found[1].strip().partition("\n")[0] if found else ""
-
-
-T = TypeVar("T")
-
-_READ_CHUNK_BYTES = 1 << 20
-"""Minimum length of the chunks in which a received body is copied into its target."""
-_MOST_DELETED = 1000
 
 
 class ObjectStorage:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.store.credentials import PROVIDERS
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import (
     AnyPlace,
@@ -20,7 +19,9 @@ from ray_dcp.store.location import (
     split_url,
     url_below,
 )
-from ray_dcp.store.storage import MemoryStorage, Storage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.object_clients import PROVIDERS
+from ray_dcp.store.storage import Storage
 
 
 def as_target(place: AnyPlace) -> Target:

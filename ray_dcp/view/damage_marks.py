@@ -18,8 +18,8 @@ from dataclasses import replace
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.names import DAMAGED, SHARED_FOLDER, damage_key, marked_damaged
+from ray_dcp.io.announced_deletions import fence
 from ray_dcp.io.checkpoint import newest_record
-from ray_dcp.io.records import fence
 from ray_dcp.store.location import url_below
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view.run_listing import step_of

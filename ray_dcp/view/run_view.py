@@ -30,7 +30,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.io.records import fence
+from ray_dcp.io.announced_deletions import fence
 from ray_dcp.options import plain_integer
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below

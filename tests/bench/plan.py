@@ -43,7 +43,7 @@ from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
 from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support.world import Batch, Shell, join_save
 
 WORLDS = (64, 256, 1024, 4096, 10240)

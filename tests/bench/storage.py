@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
-from ray_dcp.store.credentials import ObjectOptions, make_store
+from ray_dcp.store.object_clients import make_store
+from ray_dcp.store.object_options import ObjectOptions
 from tests.bench.measure import interleaved, show
 from tests.support.servers.s3 import DevStore
 

@@ -31,7 +31,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.place.collect import collect
 from ray_dcp.place.delete import delete
 from ray_dcp.rank.unchanged import RunHistory
-from ray_dcp.store.storage import MemoryStorage, PublishedFile, Storage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import PublishedFile, Storage
 from tests.crash.interruptions import (
     ALL_VARIANTS,
     CRASHES,

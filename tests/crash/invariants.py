@@ -27,7 +27,8 @@ from ray_dcp.io.checkpoint import METADATA_KEY, read_checkpoint
 from ray_dcp.io.records import read_slots
 from ray_dcp.place.outcome import outcome
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import Entry, MemoryStorage, Storage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.verify import verify_opened
 from tests.crash.registry import NEXT

@@ -28,7 +28,7 @@ from ray_dcp.format.safetensors import header, parse_header, saved_offsets
 from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_of
 from ray_dcp.format.torch_items import ZSTD, parse_torch_save, unpacked_item
 from ray_dcp.io.checkpoint import read_checkpoint
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.view.verify import verify_opened
 from tests.support import damage

@@ -11,7 +11,7 @@ import torch
 import ray_dcp
 from ray_dcp.cli.main import main as command_line
 from ray_dcp.errors import CommitUnknownError, StorageError
-from ray_dcp.io.records import RESERVE, RESERVE_BYTES
+from ray_dcp.io.reserve import RESERVE, RESERVE_BYTES
 from ray_dcp.manager import BestN, Item, LatestN
 from ray_dcp.manager.catalogue import FOLDER
 from ray_dcp.store.local import LocalStorage

@@ -14,11 +14,11 @@ from ray_dcp.errors import CommitUnknownError, StorageError
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.manager import BestN, CheckpointManager, LatestN
 from ray_dcp.manager.catalogue import FOLDER
-from ray_dcp.store.credentials import make_store
 from ray_dcp.store.location import Location
+from ray_dcp.store.object_clients import make_store
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.remote import Retrying
+from ray_dcp.store.retries import Retrying
 from tests.support.arrays import state_of
 from tests.support.servers.proxy import CUT, BadProxy, Refusal
 from tests.support.servers.s3 import proxy_before, through, unfinished_uploads

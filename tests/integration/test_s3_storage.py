@@ -15,7 +15,7 @@ import torch
 import ray_dcp
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import CheckpointManager
-from ray_dcp.store import remote
+from ray_dcp.store import conditional_create
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
@@ -180,7 +180,7 @@ def test_a_missing_bucket_is_told(place):
 
 
 def test_who_may_only_read_is_told_that_nothing_can_be_created_there(place):
-    remote._KNOWN.clear()
+    conditional_create._KNOWN.clear()
     storage = open_storage(with_options(place, skip_signature=True))
     with pytest.raises(StorageError, match=r"403 AccessDenied.*give these credentials the right"):
         _ = storage.traits

@@ -14,8 +14,8 @@ from obstore.store import MemoryStore
 
 from ray_dcp.place.delete import delete
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
-from ray_dcp.store.storage import MemoryStorage
 from tests.crash import crashes
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.interruptions import interrupted_system

@@ -39,7 +39,7 @@ from ray_dcp.io.lease_holders import this_process
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.manager.catalogue import FOLDER, Catalogue, Root, look
-from ray_dcp.manager.leases import ReaderLease
+from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.collect import collect

@@ -30,7 +30,7 @@ from ray_dcp.io.read_jobs import geometry
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support import module_ranks, wrapping
 from tests.support.format_cases import difference, table_of
 from tests.support.module_ranks import LAYOUTS

@@ -18,7 +18,7 @@ from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.reads import Ranges, ShareCost, Wanted, merged, plan_reads, share_reads
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support.plan_cases import Case, Piece, Tensor, box_bytes, finish_table, truth, write
 from tests.support.threads import Board, ThreadExchange
 from tests.unit.io_cases import Sink

@@ -30,7 +30,7 @@ from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.outcome import outcome
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.view.verify import verify
 from tests.crash.invariants import all_keys
 from tests.property.stateful_world import (

@@ -12,10 +12,10 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core import processes
 from ray_dcp.errors import LimitError
 from ray_dcp.io.lease_holders import this_process
-from ray_dcp.manager import background, leases
+from ray_dcp.manager import background, reader_leases, writer_lease
 from ray_dcp.manager.catalogue import Root, look
-from ray_dcp.manager.policies import EverySteps
 from ray_dcp.manager.root_writer import Writer
+from ray_dcp.manager.save_policies import EverySteps
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
@@ -107,7 +107,8 @@ def in_this_thread() -> Iterator[None]:
     with (
         mock.patch.object(background, "start_thread", refuse),
         mock.patch.object(processes, "start_thread", refuse_helpers),
-        mock.patch.object(leases, "renewed", return_value=lambda: None),
+        mock.patch.object(reader_leases, "renewed", return_value=lambda: None),
+        mock.patch.object(writer_lease, "renewed", return_value=lambda: None),
     ):
         yield
 

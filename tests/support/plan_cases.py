@@ -26,7 +26,7 @@ from ray_dcp.errors import CheckpointError, CoverageError, PlanConflictError
 from ray_dcp.format.table import placed
 from ray_dcp.io.writer import write_part
 from ray_dcp.planning.global_plan import checked_receipts, rank_plan
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 
 DTYPES = ("float32", "bfloat16", "uint8", "complex64", "float8_e4m3fn")
 

@@ -515,7 +515,7 @@ class UnconditionalStorage(StorageWrapper):
             looked: what a test lets somebody else do meanwhile.
 
     Example:
-        >>> from ray_dcp.store.storage import MemoryStorage
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> place = MemoryStorage("unconditional")
         >>> storage = UnconditionalStorage(place, between=lambda key: place.write(key, b"theirs"))
         >>> storage.traits.create_if_absent

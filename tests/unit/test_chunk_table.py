@@ -31,7 +31,7 @@ from ray_dcp.format.manifest import encode_record, record_key
 from ray_dcp.format.table import check_table, decode_table, encode_table, end_of
 from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support import checkpoints
 from tests.support.arrays import same_state, sample_state
 from tests.support.format_cases import difference, forged, many_table, mixed_table, slabs, table_of

@@ -28,7 +28,7 @@ from ray_dcp.errors import StorageError
 from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.manager import Item
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.leases import ReaderLease
+from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import absolute_target
 from tests.support import checkpoints

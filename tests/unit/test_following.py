@@ -31,8 +31,8 @@ from ray_dcp import errors
 from ray_dcp.cli.main import main
 from ray_dcp.commit_protocol.messages import Exchange, Target
 from ray_dcp.format.step_info import RecordedMetric, latest_values, recorded_in
+from ray_dcp.io.announced_deletions import Announced, announced, fence
 from ray_dcp.io.lease_holders import this_process
-from ray_dcp.io.records import Announced, announced, fence
 from ray_dcp.manager import (
     AnyOf,
     AtSteps,
@@ -49,17 +49,13 @@ from ray_dcp.manager import (
     StepFacts,
     root_writer,
 )
+from ray_dcp.manager.agreement import agree
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.collective_actions import agree
 from ray_dcp.manager.following import _follow
-from ray_dcp.manager.policies import (
-    best_of,
-    check_metrics,
-    check_retention,
-    check_save_policy,
-    superfluous,
-)
+from ray_dcp.manager.metrics import check_metrics
+from ray_dcp.manager.retention import best_of, check_retention, superfluous
 from ray_dcp.manager.root_writer import Writer
+from ray_dcp.manager.save_policies import check_save_policy
 from ray_dcp.manager.settings import Settings
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.delete import delete

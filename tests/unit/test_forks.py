@@ -21,7 +21,7 @@ from tests.support.programs.forks import Programs
 HANDLED = {
     "core.processes._collector_lock": "a new one; a collector that was paused goes on",
     "events._lock": "a new one; listeners stay, as handlers of logs do",
-    "manager.collective_actions._listeners": "listen only in the process that asked for it",
+    "manager.preemption._listeners": "listen only in the process that asked for it",
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
     "core.damage.DAMAGE": "a new lock; what was found damaged stays so",
     "rank.rank_load._ended": "a new one; reads that hang do so in the parent",
@@ -31,10 +31,10 @@ HANDLED = {
     "stage.staging_backend._memory": "begins anew; the memory is private",
     "stage.windows._helpers": "new threads",
     "stage.link._scratch": "begins anew; the memory is private",
-    "store.remote._LOCK": "a new one",
+    "store.conditional_create._LOCK": "a new one",
     "store.local._LOCK": "a new one",
-    "store.storage._LOCK": "a new one; the content is copied",
-    "store.credentials._LOCK": "a new one; obstore is refused, without its threads",
+    "store.memory._LOCK": "a new one; the content is copied",
+    "store.object_clients._LOCK": "a new one; obstore is refused, without its threads",
     "integrations.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
 }  # fmt: skip
 

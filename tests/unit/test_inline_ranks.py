@@ -41,14 +41,14 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
-from ray_dcp.manager.collective_actions import agree
+from ray_dcp.manager.agreement import agree
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.outcome import outcome
 from ray_dcp.place.records import standing_records
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.activity import Activity
 from ray_dcp.session.session import InlineSession
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state, state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
 from tests.support.storages import ChangeScript

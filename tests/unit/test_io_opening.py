@@ -34,8 +34,8 @@ from ray_dcp.io.checkpoint import checkpoint_from, find_checkpoint, newest_recor
 from ray_dcp.io.writer import write_part
 from ray_dcp.planning.global_plan import checked_receipts, make_plan, rank_plan
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import MemoryStorage
 from tests.support import checkpoints, world
 from tests.support.arrays import GOLDEN_ARRAYS, ArrayCapture, State, same_state, sample_state
 from tests.support.checkpoints import GOLDEN, sharding_metadata

@@ -95,7 +95,8 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "averaging"}
 # Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
     "store.filesystems": "whether it is as it was when a filesystem was made",
-    "store.credentials": "keys and an endpoint that obstore takes from there, the clouds' files",
+    "store.credentials": "keys that obstore takes from there, and the clouds' files",
+    "store.object_endpoint": "an endpoint that obstore takes from there",
     "session.discovery": "which process of torchrun this is",
     "session.meeting": "which ranks its launcher has started beside it",
     "session.session": "RAY_ADDRESS",

@@ -39,6 +39,7 @@ from ray_dcp.manager import (
     OnPreemption,
     StepExport,
     collective_actions,
+    preemption,
     step_export,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
@@ -605,7 +606,7 @@ def test_a_later_sigterm_does_what_it_would_have_done_without_a_manager(
         if is_told_by_another_rank:
             manager.notice_preemption()
         for same_s, expected in ((1e6, []), (1e6, []), (0.0, ["before"])):
-            monkeypatch.setattr(collective_actions, "SAME_NOTICE_S", same_s)
+            monkeypatch.setattr(preemption, "SAME_NOTICE_S", same_s)
             os.kill(os.getpid(), signal.SIGTERM)
             assert (manager.should_save(3), told) == (True, expected)
         manager.close()

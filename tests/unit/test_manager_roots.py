@@ -26,8 +26,8 @@ from ray_dcp.format.step_info import (
     encode_catalogue,
     encode_info,
 )
+from ray_dcp.io.announced_deletions import Announced
 from ray_dcp.io.lease_holders import _started, this_process
-from ray_dcp.io.records import Announced
 from ray_dcp.manager import (
     BestN,
     CheckpointManager,
@@ -35,13 +35,16 @@ from ray_dcp.manager import (
     LatestN,
     background,
     collective_actions,
-    leases,
+    reader_leases,
+    writer_lease,
 )
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
-from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease
+from ray_dcp.manager.reader_leases import ReaderLease, Readers
+from ray_dcp.manager.writer_lease import WriterLease
 from ray_dcp.place.delete import delete
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import KeyMissingError, MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import KeyMissingError
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.support.manager_places import (
     HERE,
@@ -175,7 +178,7 @@ def test_a_writer_is_succeeded_once_it_has_ended(storage, monkeypatch, holder, e
             first._beat(1, len(waited))
 
     second = right(storage, lease_s=30.0)
-    monkeypatch.setattr(leases.time, "sleep", wait)
+    monkeypatch.setattr(writer_lease.time, "sleep", wait)
     if "lives" in outcome:
         with pytest.raises(errors.CheckpointExistsError, match=outcome):
             second.take()
@@ -243,7 +246,7 @@ def announce(storage, attempt="0123456789abcdef"):
 def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage, monkeypatch):
     root = root_of(storage)
     now = [0.0]
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reader_leases, "time", SimpleNamespace(monotonic=lambda: now[0]))
     readers = Readers(lease_s=30.0, holder=HERE)
     reader = ReaderLease(root, 7, lease_s=30.0, holder=ELSEWHERE)
     reader.__enter__()
@@ -331,7 +334,7 @@ def interrupt(*_: object) -> None:
 def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, when):
     manager = manager_of(tmp_path)
     manager.save(1, state(1))
-    write, renewed = LocalStorage.write, leases.renewed
+    write, renewed = LocalStorage.write, reader_leases.renewed
     begun: list[Callable[[int], bool]] = []
 
     def write_and_stop(storage, key, *given, **more):
@@ -346,9 +349,9 @@ def test_a_reader_that_is_interrupted_leaves_no_lease(tmp_path, monkeypatch, whe
     if when == "write":
         monkeypatch.setattr(LocalStorage, "write", write_and_stop)
     elif when == "beat":
-        monkeypatch.setattr(leases, "renewed", renewed_and_stop)
+        monkeypatch.setattr(reader_leases, "renewed", renewed_and_stop)
     else:
-        monkeypatch.setattr(leases, "renewed", lambda *given: renewed(*given) and interrupt)
+        monkeypatch.setattr(reader_leases, "renewed", lambda *given: renewed(*given) and interrupt)
     if when == "twice":
         monkeypatch.setattr(LocalStorage, "delete", interrupt)
     with pytest.raises(KeyboardInterrupt), manager.reading(1):
@@ -818,7 +821,7 @@ def test_a_writer_lease_that_cannot_be_read_is_not_taken(storage, content):
 
 def test_a_readers_lease_that_cannot_be_read_keeps_its_step(storage, caplog, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reader_leases, "time", SimpleNamespace(monotonic=lambda: now[0]))
     readers = Readers(lease_s=30.0, holder=HERE)
     shared = root_of(storage).shared
     shared.write("reading/1.abc", b"{")

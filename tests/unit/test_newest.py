@@ -22,8 +22,8 @@ from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.rank import rank_load
 from ray_dcp.rank.rank_load import StepRange, falls_back, load_newest_rank
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import MemoryStorage
 from tests.support import checkpoints
 from tests.support.arrays import ArrayWork, state_of
 from tests.support.storages import Fault, FaultyStorage

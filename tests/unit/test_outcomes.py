@@ -47,8 +47,9 @@ from ray_dcp.session.session import InlineSession, longest_s
 from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import KeyExistsError, MemoryStorage
+from ray_dcp.store.storage import KeyExistsError
 from ray_dcp.testing import StorageConformance
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left

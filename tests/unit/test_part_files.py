@@ -18,7 +18,8 @@ from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import MemoryStorage, StorageWrapper
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import StorageWrapper
 from tests.support.processes import open_below
 from tests.support.storages import Fault, FaultyStorage
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file

@@ -46,7 +46,7 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.shared_reads import RayTransport
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayWork
 from tests.support.protocol import KEY, TARGET, Play
 from tests.support.threads import Board, ThreadExchange, run_as_ranks

@@ -34,7 +34,7 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.store.storage import MemoryStorage
+from ray_dcp.store.memory import MemoryStorage
 from tests.support import checkpoints, cli_story
 
 ATTEMPT = "0123456789abcdef"

@@ -21,10 +21,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
-from ray_dcp.store import credentials
-from ray_dcp.store.credentials import make_store, tried
+from ray_dcp.store import credentials, object_clients, object_endpoint
+from ray_dcp.store.credentials import tried
 from ray_dcp.store.filesystems import filesystem_of
 from ray_dcp.store.location import Location
+from ray_dcp.store.object_clients import make_store
 from ray_dcp.store.opening import open_storage
 from tests.support.processes import eventually
 
@@ -202,7 +203,7 @@ def test_each_setting_comes_from_where_boto3_takes_it(
     store, _ = make_store("s3", "by-boto", given)
     used = store.config
     assert used["region"] == client.meta.region_name
-    assert credentials._endpoint(used) == client.meta.endpoint_url
+    assert object_endpoint.endpoint_in(used) == client.meta.endpoint_url
     frozen = client._request_signer._credentials.get_frozen_credentials()
     provider = store.credential_provider
     assert (provider()["access_key_id"] if provider else "KEY") == frozen.access_key
@@ -277,11 +278,11 @@ def test_one_bucket_name_on_two_servers_is_two_stores(cloud, home, monkeypatch):
     names = set()
     for endpoint in ("http://one:1", "http://two:1"):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        names.add(credentials.name_of_store(make_store("s3", "bucket", {"region": "a"})[0]))
+        names.add(object_clients.name_of_store(make_store("s3", "bucket", {"region": "a"})[0]))
     for account in ("one", "two"):
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", account)
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
-        names.add(credentials.name_of_store(make_store("az", "bucket", {})[0]))
+        names.add(object_clients.name_of_store(make_store("az", "bucket", {})[0]))
     assert len(names) == 4
 
 
@@ -404,7 +405,7 @@ def test_a_profile_that_can_not_be_used_is_told(home, options, message):
 
 
 def test_without_boto3_a_profile_is_not_read_and_the_package_is_named(cloud, home, monkeypatch):
-    monkeypatch.setattr(credentials, "_is_installed", lambda module: False)
+    monkeypatch.setattr(credentials, "is_installed", lambda module: False)
     with pytest.raises(InvalidRequestError, match="pip install boto3"):
         open_storage(Location("s3://no-boto/run", {"profile": "default"}))
     profile(home, "default", "KEY")

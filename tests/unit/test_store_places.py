@@ -32,21 +32,19 @@ from pyarrow import fs as arrow
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.store import storage as store_module
-from ray_dcp.store.credentials import ObjectOptions, make_store
+from ray_dcp.store import memory as store_memory
+from ray_dcp.store.conditional_create import creates_if_absent_in
 from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
-from ray_dcp.store.object_storage import ObjectStorage, object_failure
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.object_clients import make_store
+from ray_dcp.store.object_errors import object_failure
+from ray_dcp.store.object_options import ObjectOptions
+from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.store.remote import Retrying, creates_if_absent_in
-from ray_dcp.store.storage import (
-    KeyExistsError,
-    KeyMissingError,
-    MemoryStorage,
-    PublishedFile,
-    place_of,
-)
+from ray_dcp.store.retries import Retrying
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PublishedFile, place_of
 from ray_dcp.testing import StorageConformance
 from tests.crash.crashes import check_crashes
 from tests.crash.interruptions import CALLS
@@ -346,7 +344,7 @@ class Server(MemoryStorage):
 
 @pytest.fixture
 def hidden_keys(monkeypatch):
-    monkeypatch.setattr(store_module, "check_key", lambda key, **_: key)
+    monkeypatch.setattr(store_memory, "check_key", lambda key, **_: key)
 
 
 @pytest.mark.parametrize(

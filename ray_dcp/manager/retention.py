@@ -1,0 +1,377 @@
+"""Retention policies: which steps a `CheckpointManager` keeps.
+
+They combine by `|`, `&` and `~`. A policy is a pure function of the `StepFacts` of all committed
+steps. None reads a clock or the storage.
+
+`superfluous` returns the steps that may be deleted. Whatever the policy decides, these never
+include the newest step, a tagged step, or a step that the caller protects.
+
+**Unreadable metrics.** A step whose info can't be read is kept, whatever the policy. It must not
+cause other steps to be deleted either: `superfluous` keeps every other step that the policy keeps
+without the unreadable one, with it as the best, or with it as the worst.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.manager.policies import Combination, parts_of
+from ray_dcp.options import check_above_0, check_whole, set_checked
+
+# --- what to keep --------------------------------------------------------------------------------
+
+
+Mode = Literal["min", "max"]
+Order = Literal["increasing", "any"]
+"""Whether the steps of a run are saved in the order of their numbers, or in any order."""
+
+
+def age_in(order: Order) -> Callable[[Any], tuple[float, int]]:
+    """Returns the key that sorts steps, or facts of steps, oldest first.
+
+    That is the number where steps are saved in increasing order, and otherwise when they were
+    saved: of a run that began anew beside higher steps, the lower ones are the newer ones.
+
+    Examples:
+        >>> steps = [StepFacts(step=1, order_s=2.0), StepFacts(step=9, order_s=1.0)]
+        >>> [facts.step for facts in sorted(steps, key=age_in("any"))]
+        [9, 1]
+    """
+
+    def age(one: Any) -> tuple[float, int]:
+        return (one.order_s if order == "any" else 0.0, one.step)
+
+    return age
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """The facts of one committed step by which a retention policy decides."""
+
+    step: int
+    created_s: float = 0.0
+    """Time of the save by the clock of rank 0, in seconds since the epoch."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+    order_s: float = 0.0
+    """Place of the save among those of the run: `created_s`, but where a clock was set back."""
+
+
+@runtime_checkable
+class RetentionPolicy(Protocol):
+    """Decides which steps are kept. Must be a pure function of the facts.
+
+    If the metrics of a step can't be read, the policy is also called with each of its metrics as
+    -inf, and as inf.
+
+    Examples:
+        >>> class FirstTen:
+        ...     def keeps(self, steps):
+        ...         return [facts.step <= 10 for facts in steps]
+        >>> isinstance(FirstTen(), RetentionPolicy)
+        True
+    """
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """Returns for each step whether it is kept; the oldest step comes first.
+
+        Oldest is the lowest, or of a manager with `order="any"`, what was saved first.
+        """
+        ...
+
+
+class _RetentionPolicy:
+    """Base of the built-in retention policies."""
+
+    def __or__(self, other: object) -> KeepAnyOf:
+        return KeepAnyOf(self, other)
+
+    def __and__(self, other: object) -> KeepAllOf:
+        return KeepAllOf(self, other)
+
+    def __invert__(self) -> KeepNot:
+        return KeepNot(self)
+
+
+@dataclass(frozen=True)
+class LatestN(_RetentionPolicy):
+    """Keeps the `n` newest steps.
+
+    Raises:
+        InvalidRequestError: `n` is not a positive integer.
+
+    Examples:
+        >>> LatestN(1).keeps([StepFacts(step=1), StepFacts(step=2)])
+        [False, True]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        set_checked(self, n=check_whole(self.n, "LatestN.n", 1))
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [index >= len(steps) - self.n for index in range(len(steps))]
+
+
+@dataclass(frozen=True)
+class BestN(_RetentionPolicy):
+    """Keeps the `n` steps with the best values of a metric; of equal values, the newer steps.
+
+    Steps without the metric, or with NaN, are not kept by this policy. A manager with this policy
+    requires the metric at every save; `metrics={"loss": None}` states that a step has none.
+
+    Raises:
+        InvalidRequestError: `n` is not a positive integer, or the mode is invalid.
+
+    Examples:
+        >>> steps = [StepFacts(step=s, metrics={"loss": x}) for s, x in ((1, 0.5), (2, 0.9))]
+        >>> BestN(1, "loss").keeps(steps), BestN(1, "loss", mode="max").keeps(steps)
+        ([True, False], [False, True])
+    """
+
+    n: int
+    metric: str
+    mode: Mode = "min"
+    """Whether the lowest or the highest values are the best."""
+    later: bool = field(default=False, repr=False)
+    """Whether the metric is recorded after the save, as with `ray_dcp.follow`, so that `save` need
+    not give it. Steps are kept until they have it."""
+
+    def __post_init__(self) -> None:
+        set_checked(self, n=check_whole(self.n, "BestN.n", 1))
+        if not isinstance(self.metric, str) or not self.metric:
+            raise InvalidRequestError(
+                f"BestN.metric must be the name of a metric, but is {self.metric!r}", key="metric"
+            )
+        if self.mode not in get_args(Mode):
+            raise InvalidRequestError(
+                f"BestN.mode must be 'min' or 'max', but is {self.mode!r}", key="mode"
+            )
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        kept = {facts.step for facts in best_of(steps, self.metric, self.mode)[: self.n]}
+        return [facts.step in kept for facts in steps]
+
+
+@dataclass(frozen=True)
+class KeepEverySteps(_RetentionPolicy):
+    """Keeps every multiple of `interval`.
+
+    Raises:
+        InvalidRequestError: The interval is not a positive integer.
+
+    Examples:
+        >>> policy = LatestN(1) | KeepEverySteps(1000)
+        >>> policy.keeps([StepFacts(step=step) for step in (900, 1000, 1100, 1200)])
+        [False, True, False, True]
+    """
+
+    interval: int
+
+    def __post_init__(self) -> None:
+        set_checked(self, interval=check_whole(self.interval, "KeepEverySteps.interval", 1))
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [facts.step % self.interval == 0 for facts in steps]
+
+
+@dataclass(frozen=True)
+class KeepEveryHours(_RetentionPolicy):
+    """Keeps the first step, and each step saved at least `hours` after the last one kept.
+
+    Raises:
+        InvalidRequestError: `hours` is not a positive number.
+
+    Examples:
+        >>> times = [StepFacts(step=s, created_s=1800.0 * s) for s in range(5)]
+        >>> KeepEveryHours(1).keeps(times)
+        [True, False, True, False, True]
+    """
+
+    hours: float
+
+    def __post_init__(self) -> None:
+        set_checked(self, hours=check_above_0(self.hours, "KeepEveryHours.hours"))
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        kept: list[bool] = []
+        last_s = -math.inf
+        for facts in steps:
+            # Why abs: after a clock was set back, later steps must still be kept.
+            kept.append(abs(facts.created_s - last_s) >= 3600.0 * self.hours)
+            if kept[-1]:
+                last_s = facts.created_s
+        return kept
+
+
+class _RetentionCombination(Combination, _RetentionPolicy):
+    """A retention policy that consists of others; see `Combination`."""
+
+    @staticmethod
+    def _checked(policy: object) -> RetentionPolicy:
+        return check_retention(policy)
+
+    def _answers_of_parts(self, steps: Sequence[StepFacts]) -> Iterator[tuple[bool, ...]]:
+        """Yields the answers of all parts, step by step."""
+        return zip(*(answers_of(policy, steps) for policy in self.policies), strict=True)
+
+
+class KeepAnyOf(_RetentionCombination):
+    """Keeps the steps that at least one of the policies keeps; `a | b`."""
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [any(each) for each in self._answers_of_parts(steps)]
+
+
+class KeepAllOf(_RetentionCombination):
+    """Keeps the steps that all of the policies keep; `a & b`."""
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [all(each) for each in self._answers_of_parts(steps)]
+
+
+class KeepNot(_RetentionCombination):
+    """Keeps the steps that none of the policies keeps; `~a`."""
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [not any(each) for each in self._answers_of_parts(steps)]
+
+
+def superfluous(
+    steps: Iterable[StepFacts],
+    policy: RetentionPolicy | None,
+    *,
+    protected: Collection[int] = (),
+    unknown: Sequence[StepFacts] = (),
+    order: Order = "increasing",
+) -> tuple[int, ...]:
+    """Returns the steps that may be deleted, oldest first.
+
+    The newest step, tagged steps and protected steps are never included.
+
+    Args:
+        steps: All committed steps that can be loaded, in any order.
+        policy: Which steps are kept; None keeps all.
+        protected: Steps that are needed for another reason.
+        unknown: Committed steps whose metrics can't be read.
+        order: What makes a step the newest; see `age_in`.
+
+    Raises:
+        InvalidRequestError: The policy does not return one answer for each step.
+        CheckpointError: The policy raised an error.
+
+    Examples:
+        >>> steps = [StepFacts(step=s, metrics={"loss": float(s)}) for s in (1, 2, 3)]
+        >>> superfluous(steps, BestN(1, "loss"))
+        (2,)
+    """
+    age = age_in(order)
+    known = sorted(steps, key=age)
+    waits = {ranking.metric for ranking in rankings(policy) if ranking.later}
+    # Why unknown: a step that is not evaluated yet must neither go nor make others go.
+    unknown = [*unknown, *(facts for facts in known if waits - facts.metrics.keys())]
+    known = [facts for facts in known if waits <= facts.metrics.keys()]
+    if policy is None or not known:
+        return ()
+    kept = {known[-1].step, *protected, *_kept_steps(policy, known)}
+    for value in (-math.inf, math.inf) if unknown else ():
+        guess = {name: value for facts in known for name in facts.metrics}
+        guesses = [replace(one, metrics=guess) for one in unknown]
+        kept |= _kept_steps(policy, sorted([*known, *guesses], key=age))
+    return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
+
+
+def newest_whole(steps: Sequence[tuple[int, str]], whole: Mapping[int, str]) -> int | None:
+    """Returns the newest step that is known to be whole; None if there is none.
+
+    Args:
+        steps: The committed steps that were not found damaged, with their attempts, oldest first.
+        whole: Attempts of the steps whose bytes this process knows: it loaded or saved them.
+
+    Examples:
+        >>> newest_whole([(1, "a"), (2, "b"), (3, "c")], {1: "a", 2: "b", 3: "other", 4: "d"})
+        2
+    """
+    known = [step for step, attempt in steps if whole.get(step) == attempt]
+    return known[-1] if known else None
+
+
+def best_of(steps: Iterable[StepFacts], metric: str, mode: Mode) -> list[StepFacts]:
+    """Returns the steps that have a metric, best first; of equal values, the newer steps first.
+
+    Args:
+        steps: Oldest first.
+        metric: Name of the metric.
+        mode: Whether the lowest or the highest values are the best.
+    """
+    sign = 1.0 if mode == "min" else -1.0
+    # Why without NaN: it compares with nothing, so that a NaN could end up at any place.
+    having = [s for s in steps if metric in s.metrics and not math.isnan(s.metrics[metric])]
+    having.reverse()  # Sorting keeps the order of equal values.
+    return sorted(having, key=lambda facts: sign * facts.metrics[metric])
+
+
+def rankings(policy: RetentionPolicy | None) -> tuple[BestN, ...]:
+    """Returns the `BestN` policies that a policy, built-in or a user's, is or contains."""
+    return tuple(part for part in parts_of(policy) if isinstance(part, BestN))
+
+
+def check_retention(policy: object) -> RetentionPolicy:
+    """Returns a policy, built-in or a user's, after checking that it is a retention policy.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if not isinstance(policy, RetentionPolicy):
+        raise InvalidRequestError(
+            f"retention must have a method keeps(steps), as LatestN(3) | BestN(1, 'loss') has, but "
+            f"is {policy!r}; save policies go to save_policy=",
+            key="retention",
+        )
+    return policy
+
+
+def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
+    """Returns the answers of a policy, one for each step.
+
+    Raises:
+        InvalidRequestError: The policy does not return one answer for each step.
+        CheckpointError: The policy raised an error.
+    """
+    try:
+        answers = [bool(kept) for kept in policy.keeps(steps)]
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Why: the save is committed by now, and a policy that failed must not delete anything.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise CheckpointError(
+            f"expected {policy!r} to decide which of {len(steps)} steps to keep, but it raised "
+            f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}). No step is "
+            f"removed until it answers; mend its keeps()"
+        ) from error
+    if len(answers) != len(steps):
+        raise InvalidRequestError(
+            f"{policy!r} must decide of each of {len(steps)} steps whether to keep it, but gave "
+            f"{len(answers)} answers",
+            key="retention",
+        )
+    return answers
+
+
+def _kept_steps(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
+    answers = zip(steps, answers_of(policy, steps), strict=True)
+    return {facts.step for facts, is_kept in answers if is_kept}
