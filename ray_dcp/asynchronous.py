@@ -610,7 +610,7 @@ def run_async_save(
     if stager is None:
         if session.world_size == 1 and session.stages_itself:
             # Why here: only what goes on beside the training has to outlive this process.
-            session = session_in_ray(_drain_session) or session
+            session = session_in_ray(_drain_session, _is_used) or session
         native = _NativeSave(name, route, session, options, log)
         handle = SaveHandle(name, native)
         native.begin(handle, state_dict)
@@ -931,6 +931,11 @@ def _drain() -> None:
     """Waits for the saves in progress, for as long as their own deadlines allow."""
     for save, handle in list(_running.items()):
         save.drain(handle)
+
+
+def _is_used(session: Session) -> bool:
+    """Returns whether a session has saves that have not ended."""
+    return any(save._session is session for save in list(_running))
 
 
 def _drain_session(session: Session) -> None:

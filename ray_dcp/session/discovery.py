@@ -374,7 +374,9 @@ def _train_session() -> Session | None:
     return session
 
 
-def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | None:
+def session_in_ray(
+    wait_until_ended: Callable[[Session], object], is_used: Callable[[Session], bool]
+) -> Session | None:
     """Returns a session for a process that is alone in a Ray; None if it uses none.
 
     Such a process is an actor or a task without a process group, or a driver. What it saves in the
@@ -382,6 +384,7 @@ def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | N
 
     Args:
         wait_until_ended: Waits for the saves of the session; `ray.shutdown` calls it.
+        is_used: Returns whether a session has saves that have not ended.
 
     Raises:
         ParticipantError: The coordinator is out of reach.
@@ -394,14 +397,21 @@ def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | N
 
     if not ray_calls.is_on_a_node():
         return None
+    _, job = ray_calls.this_connection() or ("", secrets.token_hex(8))
+    # Why one coordinator for all of a job and environment: an actor starts in a second, and stays
+    # two minutes; and it commits with the keys of its environment, which may change.
+    shared = f"alone-{ray_calls.job_of(job)}"
     with sessions.making(_Alone):
-        known, session = sessions.of(_Alone)
+        alone = _alone.setdefault(shared, _Alone())
+        known, session = sessions.of(alone)
         if known:
             return session
-        # Why one coordinator for all of a job and environment: an actor starts in a second, and
-        # stays two minutes; and it commits with the keys of its environment.
-        _, job = ray_calls.this_connection() or ("", secrets.token_hex(8))
-        shared = f"alone-{ray_calls.job_of(job)}"
+        # Why not the last one: another thread may be about to save with it.
+        for name in [name for name in list(_alone)[:-2] if name != shared]:
+            _, session = sessions.of(_alone[name])
+            if session is None or not is_used(session):
+                del _alone[name]  # which closes the session, below
+                ray_calls.before_shutdown.pop(name, None)
         made = RaySession(
             f"{shared}/{secrets.token_hex(8)}",
             0,
@@ -410,13 +420,17 @@ def session_in_ray(wait_until_ended: Callable[[Session], object]) -> Session | N
             variables=ray_calls.driver_variables(),
         )
         made.register()
-        ray_calls.before_shutdown["alone"] = partial(wait_until_ended, made)
-        sessions.set(_Alone, made)
+        ray_calls.before_shutdown[shared] = partial(wait_until_ended, made)
+        sessions.set(alone, made)
         return made
 
 
 class _Alone:
-    """Represents a process that is alone in a Ray."""
+    """Represents a process that is alone in a Ray, as long as its environment is the same."""
+
+
+_alone: dict[str, _Alone] = {}
+"""By the name of the job and its environment."""
 
 
 class _TrainGroup:

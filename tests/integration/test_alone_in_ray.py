@@ -115,5 +115,8 @@ def test_processes_of_other_environments_commit_with_their_own(
     # A driver's environment is its own: Ray passes it to no actor.
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "expired")
+    with pytest.raises(StorageError):
+        Worker().committed(f"s3://ckpt/{folder}/2")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)  # keys are renewed
     assert Worker().committed(f"s3://ckpt/{folder}/2") == "object_store"
