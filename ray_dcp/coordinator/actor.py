@@ -607,7 +607,8 @@ class Coordinator(CoordinatorLoop):
         lease_s: The actor exits when all its ranks have left or died, or when no rank ever
             registered and no call arrived for this time, in seconds.
         namespace: Ray namespace of the stagers.
-        variables: What storages read in the environment, where Ray does not pass it on.
+        variables: What storages read in the environment: that of a rank, as scripts set keys there
+            after Ray has started the process. None for what Ray passes on.
     """
 
     def __init__(
@@ -788,7 +789,7 @@ def coordinator_of(
     *,
     namespace: str = NAMESPACE,
     lease_s: float,
-    variables: StorageVariables | None = None,
+    variables: StorageVariables,
 ) -> Any:
     """Returns the handle of a session's coordinator, and creates the actor if there is none.
 

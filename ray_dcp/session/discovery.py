@@ -417,7 +417,6 @@ def session_in_ray(
             0,
             1,
             actor=shared,
-            variables=ray_calls.driver_variables(),
         )
         made.register()
         ray_calls.before_shutdown[shared] = partial(wait_until_ended, made)

@@ -416,14 +416,6 @@ def storage_variables() -> StorageVariables:
     return StorageVariables({**of_storages, **StorageVariables.of_this_process().values})
 
 
-def driver_variables() -> StorageVariables | None:
-    """Returns what storages read in the environment of a driver, which its actors do not inherit.
-
-    None in a worker: Ray passes its environment on.
-    """
-    return storage_variables() if _is_driver() else None
-
-
 @_needs("the mode of a worker")
 def _is_driver() -> bool:
     """Returns whether this process is a driver, and neither an actor nor runs tasks."""

@@ -34,7 +34,6 @@ from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.session import LEASE_S, MARGIN_S, Connection, Session, named_address, sessions
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.stager_options import StagerOptions
-from ray_dcp.store.environment import StorageVariables
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""
@@ -276,8 +275,6 @@ class RaySession(Session):
             name.
         namespace: Ray namespace of the coordinator.
         lease_s: How long an unused coordinator stays, in seconds.
-        variables: What the coordinator's storages read in the environment; by default what Ray
-            passes on.
     """
 
     stages_itself = False
@@ -291,10 +288,8 @@ class RaySession(Session):
         actor: str | None = None,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
-        variables: StorageVariables | None = None,
     ) -> None:
         self._actor = actor or name
-        self._variables = variables
         self.namespace = namespace
         self.lease_s = check_above_0(lease_s, "lease_s")
         self._me = ray_calls.this_caller(os.getpid())
@@ -433,6 +428,6 @@ class RaySession(Session):
                     self._actor,
                     namespace=self.namespace,
                     lease_s=self.lease_s,
-                    variables=self._variables,
+                    variables=ray_calls.storage_variables(),
                 )
             return self._handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,3 +121,32 @@ def test_processes_of_other_environments_commit_with_their_own(
         Worker().committed(f"s3://ckpt/{folder}/2")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)  # keys are renewed
     assert Worker().committed(f"s3://ckpt/{folder}/2") == "object_store"
+
+
+class Rank:
+    """A rank that sets the keys itself, as scripts do, after Ray has started its process."""
+
+    def __init__(self, rank: int, variables: dict[str, str]) -> None:
+        self.rank = rank
+        os.environ.update(variables)
+
+    def save(self, name: str, path: str) -> str:
+        session = ray_dcp.connect(rank=self.rank, world_size=2, name=name)
+        try:
+            saving = ray_dcp.async_save(state(1.0), checkpoint_id=path)
+            saving.committed(180)
+            return str(saving.report().staging)
+        finally:
+            session.close()
+
+
+def test_a_group_commits_with_the_keys_that_its_ranks_set_themselves(server: DevStore):
+    variables = {
+        "AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+    }  # fmt: skip
+    name = secrets.token_hex(6)
+    ranks = [ray.remote(Rank).options(num_cpus=0).remote(rank, variables) for rank in range(2)]
+    saved = [rank.save.remote(name, f"s3://ckpt/{name}/0") for rank in ranks]
+    assert ray.get(saved, timeout=240) == ["object_store"] * 2
