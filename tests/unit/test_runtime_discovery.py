@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count, permutations, repeat
 from types import SimpleNamespace
 
@@ -47,6 +48,7 @@ from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.ray_session import RayHeartbeatSender
 from ray_dcp.session.session import Connection, Disconnected, GroupSessions, until_disconnected
 from ray_dcp.stage.stager import stager_of
+from ray_dcp.store.environment import StorageVariables
 from tests.support.processes import eventually
 
 QUICK_S = 0.05
@@ -461,7 +463,11 @@ def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monk
             connect()
 
 
-@pytest.mark.parametrize("make", [coordinator_of, stager_of], ids=["coordinator", "stager"])
+@pytest.mark.parametrize(
+    "make",
+    [partial(coordinator_of, variables=StorageVariables.of_this_process()), stager_of],
+    ids=["coordinator", "stager"],
+)
 def test_an_actor_of_ours_is_not_made_in_a_ray_that_nobody_asked_for(make):
     # As in a thread that follows a save, when another one has just shut Ray down.
     with pytest.raises(RaySystemError):
