@@ -7,8 +7,8 @@ steps. None reads a clock or the storage.
 include the newest step, a tagged step, or a step that the caller protects.
 
 **Unreadable metrics.** A step whose info can't be read is kept, whatever the policy. It must not
-cause other steps to be deleted either: `superfluous` keeps every other step that the policy keeps
-without the unreadable one, with it as the best, or with it as the worst.
+cause other steps to be deleted either: `superfluous` keeps every other step that the policy may
+keep, whatever the unreadable one holds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.manager.policies import Combination, parts_of
 from ray_dcp.options import check_above_0, check_whole, set_checked
-
-# --- what to keep --------------------------------------------------------------------------------
-
 
 Mode = Literal["min", "max"]
 Order = Literal["increasing", "any"]
@@ -286,11 +283,13 @@ def superfluous(
     known = [facts for facts in known if waits <= facts.metrics.keys()]
     if policy is None or not known:
         return ()
-    kept = {known[-1].step, *protected, *_kept_steps(policy, known)}
+    guessed = [known]
     for value in (-math.inf, math.inf) if unknown else ():
         guess = {name: value for facts in known for name in facts.metrics}
         guesses = [replace(one, metrics=guess) for one in unknown]
-        kept |= _kept_steps(policy, sorted([*known, *guesses], key=age))
+        guessed.append(sorted([*known, *guesses], key=age))
+    _, maybe_kept = _bounds(policy, guessed)
+    kept = {known[-1].step, *protected, *maybe_kept}
     return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
@@ -370,6 +369,28 @@ def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool
             key="retention",
         )
     return answers
+
+
+def _bounds(
+    policy: RetentionPolicy, guessed: Sequence[Sequence[StepFacts]]
+) -> tuple[set[int], set[int]]:
+    """Returns the steps that a policy keeps by every guess, and those that it keeps by some.
+
+    *Why by parts*: what is not read may lie between the best and the worst. Of the losses 1, 1, ?
+    and 2, `~BestN(1, "loss") & ~BestN(2, "loss", "max")` keeps the first step if ? is 1, and by
+    neither guess. A `BestN` alone keeps most without the step, and least with it as the best; a
+    negation swaps the two bounds.
+    """
+    if isinstance(policy, KeepAnyOf | KeepAllOf | KeepNot):
+        sure, maybe = zip(*(_bounds(part, guessed) for part in policy.policies), strict=True)
+        if isinstance(policy, KeepAllOf):
+            return set.intersection(*sure), set.intersection(*maybe)
+        if isinstance(policy, KeepAnyOf):
+            return set().union(*sure), set().union(*maybe)
+        every = {facts.step for steps in guessed for facts in steps}
+        return every.difference(*maybe), every.difference(*sure)
+    kept = [_kept_steps(policy, steps) for steps in guessed]
+    return set.intersection(*kept), set().union(*kept)
 
 
 def _kept_steps(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:

@@ -20,9 +20,6 @@ MOST_PROBED = 1_000_000
 """Largest number of steps that are tried to find out whether a policy is ever due."""
 
 
-# --- when to save -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveFacts:
     """The facts by which a save policy decides; the same on all ranks."""

@@ -678,6 +678,7 @@ POLICIES = st.recursive(
 
 @example(policy=~BestN(1, "loss", "max"), losses=[2, 5, 1], at=1, seed=0)
 @example(policy=~BestN(1, "loss", "min"), losses=[2, 0, 3], at=1, seed=0)
+@example(policy=~BestN(1, "loss") & ~BestN(2, "loss", "max"), losses=[1, 1, 1, 1, 2], at=3, seed=0)
 @given(
     policy=POLICIES,
     losses=st.lists(st.integers(0, 5), min_size=2, max_size=8),
