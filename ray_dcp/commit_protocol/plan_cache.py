@@ -23,8 +23,9 @@ from ray_dcp.commit_protocol.messages import PlanOrigin, SaveGo, SaveJoin, SendI
 from ray_dcp.core.values import Int32Array, RankPlan
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import alike, plan_key, probes
-from ray_dcp.planning.global_plan import RankPlans, node_numbers
+from ray_dcp.planning.global_plan import RankPlans
 from ray_dcp.planning.merge import digests_of, find_disagreements, groups_of
+from ray_dcp.planning.share_out import node_numbers
 
 MOST_PLANS = 8
 """Most plans in a cache. *Why* several: a job that saves two layouts in turn (weights and their

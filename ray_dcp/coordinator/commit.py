@@ -24,10 +24,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import end_of, place_runs, placed
 from ray_dcp.io.checkpoint import METADATA_KEY
-from ray_dcp.planning.global_plan import (
-    checked_receipts,
-    encoded_table,
-)
+from ray_dcp.planning.global_plan import checked_receipts, encoded_table
 
 
 def build_commit(task: BuildCommit) -> CommitBuilt:

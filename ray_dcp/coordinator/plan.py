@@ -18,12 +18,9 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.planning.fingerprint import Fingerprints, Regular, alike, fingerprint, infer
-from ray_dcp.planning.global_plan import (
-    MIN_WRITER_BYTES,
-    make_plan,
-    rank_plan,
-)
+from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.merge import with_contents
+from ray_dcp.planning.share_out import MIN_WRITER_BYTES
 
 SAMPLES = 16
 

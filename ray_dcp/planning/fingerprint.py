@@ -173,7 +173,7 @@ def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int] = ()) -> bytes:
 
     Args:
         fingerprints: Fingerprint of each rank.
-        nodes: Node number of each rank; see `global_plan.node_numbers`.
+        nodes: Node number of each rank; see `share_out.node_numbers`.
     """
     # Why no separators: all fingerprints have the same length.
     state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)

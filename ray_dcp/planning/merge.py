@@ -1,6 +1,6 @@
 """Merges all ranks' columns into one table: copies of a box, conflicts, replicas that differ.
 
-The plan proper starts from this table: `global_plan` decides which rank writes what, and where.
+The plan proper starts from this table: `share_out` decides which rank writes what, `layout` where.
 
 **Replica digests.** Plain tensors and objects that several ranks hold carry a digest of their
 content each. Items that the same ranks hold form a group, and each rank sends one digest for a

@@ -27,7 +27,7 @@ from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.core.values import Columns
 from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.fingerprint import alike, fingerprint, plan_key, probes
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan, node_numbers
+from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.merge import (
     contents_of,
     digests_of,
@@ -35,6 +35,7 @@ from ray_dcp.planning.merge import (
     groups_of,
     without_contents,
 )
+from ray_dcp.planning.share_out import MIN_WRITER_BYTES, node_numbers
 from ray_dcp.torch_adapter.capture import capture
 from tests.support.arrays import ArrayCapture, sample_state
 from tests.support.world import join_save

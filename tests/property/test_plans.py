@@ -33,12 +33,8 @@ from ray_dcp.core.checksums import block_checks
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.values import Kind
 from ray_dcp.planning.coverage import check_coverage, holes, missing_volumes
-from ray_dcp.planning.global_plan import (
-    MIN_WRITER_BYTES,
-    make_plan,
-    pack_for_commit,
-    unpack_for_commit,
-)
+from ray_dcp.planning.global_plan import make_plan, pack_for_commit, unpack_for_commit
+from ray_dcp.planning.share_out import MIN_WRITER_BYTES
 from tests.support.format_cases import difference
 from tests.support.plan_cases import (
     Case,
