@@ -39,21 +39,14 @@ from ray_dcp.session import ray_calls
 from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.ray_calls import call_actor, check_ray
 from ray_dcp.session.session import LEASE_S
+from ray_dcp.stage.copy_threads import copying_threads
 from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import Grant, StageKey, StageOrder, StageProgress, Unknown
 from ray_dcp.stage.private_memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.stager import StagingAddress, stager_of
 from ray_dcp.stage.stager_options import SHARE_OF_STORE, StagerOptions
-from ray_dcp.stage.windows import (
-    Filler,
-    Pin,
-    copying_threads,
-    deferred_items,
-    drain,
-    filler_of,
-    lay_out_windows,
-    window_parts,
-)
+from ray_dcp.stage.window_filler import Filler, Pin, deferred_items, drain, filler_of, window_parts
+from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import LINGER_S, step_behind
 from ray_dcp.store.environment import StorageVariables
 

@@ -24,8 +24,8 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.place.outcome import outcome
 from ray_dcp.session.names import NAMESPACE, kept_key, parts_of, stagers_key
 from ray_dcp.stage.orders import InFlight, StagedWindow
+from ray_dcp.stage.tier_files import Part, TierEntry, TierFile, cut
 from ray_dcp.stage.window_bytes import WindowBytes, runs_of
-from ray_dcp.stage.windows import Part, TierEntry, TierFile, cut
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, StorageWrapper
 

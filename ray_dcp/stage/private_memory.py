@@ -18,7 +18,7 @@ import numpy as np
 
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.stage.node_memory import free_memory_bytes
-from ray_dcp.stage.windows import Pin
+from ray_dcp.stage.window_filler import Pin
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: touches pages without changing them (Linux 5.14)."""

@@ -60,8 +60,8 @@ from ray_dcp.stage.orders import (
     Unknown,
 )
 from ray_dcp.stage.stager_options import SHARE_OF_STORE, StagerOptions
+from ray_dcp.stage.tier_files import Part, TierEntry
 from ray_dcp.stage.window_bytes import runs_of
-from ray_dcp.stage.windows import Part, TierEntry
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.environment import StorageVariables
 

@@ -41,16 +41,9 @@ from ray_dcp.stage.orders import (
     StageProgress,
     Unknown,
 )
+from ray_dcp.stage.tier_files import Part, TierEntry, TierFile, kept_file, too_many
 from ray_dcp.stage.window_bytes import WindowBytes
-from ray_dcp.stage.windows import (
-    Part,
-    StagingLayout,
-    TierEntry,
-    TierFile,
-    kept_file,
-    lay_out_windows,
-    too_many,
-)
+from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 

@@ -220,7 +220,7 @@ class TensorBytes:
         Returns None if no tensor is on a GPU.
 
         Args:
-            host: Filler for tensors in host memory; see `stage.windows.DeviceSource`.
+            host: Filler for tensors in host memory; see `stage.window_filler.DeviceSource`.
         """
         return self._moment.filler(self._values, host)
 

@@ -195,7 +195,7 @@ class Moment:
 
 
 class DeviceFiller:
-    """Implements `ray_dcp.stage.windows.Filler` for tensors on devices and in host memory.
+    """Implements `ray_dcp.stage.window_filler.Filler` for tensors on devices and in host memory.
 
     Args:
         values: The tensor of each row that the filler is called for.

@@ -18,13 +18,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.session.names import NAMESPACE
 from ray_dcp.stage.orders import StageKey, StageOrder
-from ray_dcp.stage.windows import (
-    HostFiller,
-    StagingLayout,
-    deferred_items,
-    fill_window,
-    lay_out_windows,
-)
+from ray_dcp.stage.window_filler import HostFiller, deferred_items, fill_window
+from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 

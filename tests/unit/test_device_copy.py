@@ -20,7 +20,8 @@ from ray_dcp.errors import CheckpointError, InternalError, PlanConflictError
 from ray_dcp.options import SaveOptions
 from ray_dcp.stage import private_memory, staging_backend
 from ray_dcp.stage.private_memory import PrivateMemory
-from ray_dcp.stage.windows import HostFiller, StagingLayout, drain, fill_window
+from ray_dcp.stage.window_filler import HostFiller, drain, fill_window
+from ray_dcp.stage.windows import StagingLayout
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import Capture, TensorBytes, capture
 from ray_dcp.torch_adapter.devices import (

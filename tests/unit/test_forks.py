@@ -29,7 +29,7 @@ HANDLED = {
     "session.ray_calls._asked": "of each thread",
     "session.session.sessions": "refuse calls in a child",
     "stage.staging_backend._memory": "begins anew; the memory is private",
-    "stage.windows._helpers": "new threads",
+    "stage.copy_threads._helpers": "new threads",
     "stage.link._scratch": "begins anew; the memory is private",
     "store.conditional_create._LOCK": "a new one",
     "store.local._LOCK": "a new one",

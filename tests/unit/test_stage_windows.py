@@ -22,22 +22,16 @@ from hypothesis.stateful import (
 
 from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.stage import copy_threads
 from ray_dcp.stage import link as staging_link
-from ray_dcp.stage import windows as stage_windows
 from ray_dcp.stage.budget import Room, WindowBudget
+from ray_dcp.stage.copy_threads import copy_all, copying_threads
 from ray_dcp.stage.link import transfer
 from ray_dcp.stage.orders import Grant, StageKey
 from ray_dcp.stage.private_memory import PrivateMemory
 from ray_dcp.stage.stager_options import StagerOptions
-from ray_dcp.stage.windows import (
-    HostFiller,
-    copy_all,
-    copying_threads,
-    deferred_items,
-    fill_window,
-    lay_out_windows,
-    window_parts,
-)
+from ray_dcp.stage.window_filler import HostFiller, deferred_items, fill_window, window_parts
+from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import Event, JobState
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import DeviceFiller, Moment
@@ -368,7 +362,7 @@ def pairs(*lengths: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_every_byte_of_every_length_is_copied(num_threads, monkeypatch):
-    monkeypatch.setattr(stage_windows, "copying_threads", lambda: num_threads)
+    monkeypatch.setattr(copy_threads, "copying_threads", lambda: num_threads)
     given = pairs(0, 1, 9 * MIB + 5, 4 * MIB, 3, *range(200))
     copy_all(iter(given))
     assert all(np.array_equal(into, found) for into, found in given)
@@ -388,9 +382,9 @@ def test_who_is_interrupted_leaves_nobody_who_goes_on_copying(monkeypatch):
         copied.append(pair)
 
     caller = threading.get_ident()
-    monkeypatch.setattr(stage_windows.np, "copyto", copyto)
-    monkeypatch.setattr(stage_windows, "copying_threads", lambda: 2)
-    monkeypatch.setattr(stage_windows, "deque", SlowToEmpty)
+    monkeypatch.setattr(copy_threads.np, "copyto", copyto)
+    monkeypatch.setattr(copy_threads, "copying_threads", lambda: 2)
+    monkeypatch.setattr(copy_threads, "deque", SlowToEmpty)
     with pytest.raises(KeyboardInterrupt):
         copy_all(pairs(40 * MIB))
     assert len(copied) == 1

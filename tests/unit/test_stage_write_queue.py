@@ -20,7 +20,8 @@ from ray_dcp.stage import link, write_queue
 from ray_dcp.stage.link import transfer
 from ray_dcp.stage.orders import StagedWindow, StageKey
 from ray_dcp.stage.private_memory import PrivateMemory
-from ray_dcp.stage.windows import HostFiller, too_many
+from ray_dcp.stage.tier_files import too_many
+from ray_dcp.stage.window_filler import HostFiller
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import PublishedFile
