@@ -29,6 +29,7 @@ from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
+from ray_dcp.view.disk_usage import KINDS, Usage, usage_of
 from ray_dcp.view.drawing import aside, div, heading
 from ray_dcp.view.pictures import (
     Picture,
@@ -40,18 +41,15 @@ from ray_dcp.view.pictures import (
 )
 from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.run_view import (
-    KINDS,
     LEFT,
     MOST_DETAILED,
     RunView,
     StepView,
-    Usage,
     folder_of,
     metric_names,
     nearest_paths,
     run_text,
     step_cells,
-    usage_of,
 )
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 

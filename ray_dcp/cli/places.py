@@ -28,16 +28,8 @@ from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.run_listing import step_of
-from ray_dcp.view.run_view import (
-    RunView,
-    StepView,
-    choose,
-    nearest_paths,
-    passed_over,
-    passed_over_text,
-    read_run,
-    split_address,
-)
+from ray_dcp.view.run_view import RunView, StepView, nearest_paths, read_run, split_address
+from ray_dcp.view.step_choice import choose, passed_over, passed_over_text
 from ray_dcp.view.wording import few
 
 ANSWER_S = 10.0

@@ -1,8 +1,7 @@
-"""`RunView`: the checkpoints of a run, and the disk usage of each.
+"""`RunView`: the checkpoints of a run.
 
-`open` returns a view of what a path contains: one checkpoint (`checkpoint_view`) or a run.
-`choose` returns the step that a key names: a number, `latest`, `best`, a tag or a folder.
-`usage_of` returns the disk usage by owner of the files. Needs neither torch nor Ray.
+`open` returns a view of what a path contains: one checkpoint (`checkpoint_view`) or a run. Needs
+neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -11,27 +10,22 @@ import os
 import re
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import owner_of
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     InvalidRequestError,
-    StorageError,
 )
 from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
-from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.announced_deletions import fence
-from ray_dcp.options import plain_integer
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view import drawing as draw
@@ -39,18 +33,22 @@ from ray_dcp.view.checkpoint_view import CheckpointView, read_view, trace_of
 from ray_dcp.view.difference import new_bytes
 from ray_dcp.view.drawing import AMBER, GREY, RED, Picture
 from ray_dcp.view.run_listing import (
-    FOREIGN,
     ListedCheckpoint,
-    folders_above,
     list_checkpoints,
     look_into,
-    readable_entries,
     step_of,
+)
+from ray_dcp.view.step_choice import (
+    best_of_run,
+    choose,
+    is_number,
+    passed_over,
+    passed_over_text,
+    steps_text,
 )
 from ray_dcp.view.wording import (
     age_text,
     count_text,
-    few,
     nearest,
     number_text,
     seconds_text,
@@ -60,8 +58,6 @@ from ray_dcp.view.wording import (
 if TYPE_CHECKING:
     import pandas
     import pyarrow
-
-Listed = TypeVar("Listed", bound=ListedCheckpoint)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -474,6 +470,24 @@ def read_run(place: AnyPlace) -> RunView:
     return RunView(target, list_checkpoints(target))
 
 
+def _values(one: ListedCheckpoint) -> dict[str, Any]:
+    """Returns the fields of a listed checkpoint, without those that a view adds."""
+    return {each.name: getattr(one, each.name) for each in fields(ListedCheckpoint)}
+
+
+def _in_its_run(one: ListedCheckpoint) -> ListedCheckpoint:
+    """Returns a listed checkpoint as a listing of its run has it."""
+    name = one.name.removeprefix(f"{one.run}/")
+    return ListedCheckpoint(**_values(one) | {"name": name, "run": ""})
+
+
+def _order(one: ListedCheckpoint) -> tuple[tuple[str, str], bool, int, str]:
+    """Returns run and item of a checkpoint, and its place among the steps with these."""
+    folder, _, item = one.name.removeprefix(f"{one.run}/").partition("/")
+    number = step_of(folder) if item else one.step
+    return (one.run, item), number is None, number or 0, folder
+
+
 def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public name
     """Returns a `CheckpointView` of a checkpoint, or a `RunView` of a directory of checkpoints.
 
@@ -530,8 +544,8 @@ def open_checkpoint(path: AnyPlace) -> CheckpointView:
     if isinstance(found, CheckpointView):
         return found
     raise CheckpointNotFoundError(
-        f"expected one checkpoint in {found.url}, found {_summary(found.steps)}; open one of them, "
-        f"as open_checkpoint('{found.url}@latest'), or the run with open_run"
+        f"expected one checkpoint in {found.url}, found {steps_text(found.steps)}; open one of "
+        f"them, as open_checkpoint('{found.url}@latest'), or the run with open_run"
     )
 
 
@@ -618,313 +632,12 @@ def check_no_step(place: AnyPlace, name: str) -> None:
     run = read_run(replace(target, url=root))
     listed = [one for one in run.steps if one.name != "."]
     named = {key for one in listed for key in (one.name, *one.tags)}
-    if listed and (step in named or _is_number(step) or re.fullmatch("latest|best(:.*)?", step)):
+    if listed and (step in named or is_number(step) or re.fullmatch("latest|best(:.*)?", step)):
         raise InvalidRequestError(
             f"expected a path to write to, but {target.url} names a step of the run {root}: "
             f"give the path of its folder",
             key=name,
         )
-
-
-def _is_number(key: str) -> bool:
-    return key.lstrip("+").isdecimal()
-
-
-def choose(
-    listed: Sequence[Listed], key: int | str, *, url: str = "", damaged: bool = False
-) -> Listed:
-    """Returns the checkpoint of a run that a key names.
-
-    `latest` and `best` are directly in the run, not in folders below its folders.
-
-    Args:
-        listed: Checkpoints of the run.
-        key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min|max`; a tag; or
-            the name of a folder.
-        url: Path or URL of the run, for messages.
-        damaged: `latest` and `best` include damaged steps.
-
-    Raises:
-        CheckpointNotFoundError: There is none; the message suggests similar keys.
-        InvalidRequestError: The key is ambiguous.
-    """
-    key = plain_integer(key)
-    if isinstance(key, bool) or not isinstance(key, (int, str)):
-        raise InvalidRequestError(
-            f"a step is named by a number, 'latest', 'best', a tag or a folder, but got "
-            f"{type(key).__name__} {key!r}"
-        )
-    text = str(key)
-    by_name = [one for one in listed if one.name == text]
-    if by_name:
-        return by_name[0]
-    if _is_number(text):
-        return _by_number(listed, int(text), url)
-    if text == "latest":
-        return _latest(listed, url, damaged)
-    if text == "best" or text.startswith("best:"):
-        _, _, rest = text.partition(":")
-        metric, _, mode = rest.partition(":")
-        return best_of_run(listed, metric or None, mode or None, url=url, damaged=damaged)
-    tagged = [one for one in listed if text in one.tags]
-    tagged = [one for one in tagged if _is_own(one)] or tagged
-    if len(tagged) == 1:
-        return tagged[0]
-    if tagged:
-        raise InvalidRequestError(
-            f"the tag {text!r} is on steps {', '.join(_steps(tagged))} of {url}; name one of them"
-        )
-    tags = sorted({tag for one in listed for tag in one.tags})
-    known = [*tags, *(one.name for one in listed), "latest", "best"]
-    raise CheckpointNotFoundError(
-        f"expected a tag or a folder {text!r} in {url}, found "
-        f"{f'the tags {few(tags)}' if tags else 'no tags'} and {_summary(listed)}"
-        + nearest(text, known)
-    )
-
-
-def passed_over(listed: Sequence[Listed], key: int | str, chosen: Listed) -> Listed | None:
-    """Returns the damaged step that `latest` or `best` skipped; None if it skipped none.
-
-    Args:
-        listed: Checkpoints of the run.
-        key: Key as for `choose`.
-        chosen: Result of `choose`.
-    """
-    try:
-        found = choose(listed, key, damaged=True)
-    except CheckpointError:
-        return None  # with the damaged steps, the key is ambiguous
-    return None if found is chosen else found
-
-
-def passed_over_text(over: ListedCheckpoint, chosen: ListedCheckpoint, key: int | str) -> str:
-    """Returns a message that a damaged step was skipped."""
-    return f"{chosen.name} is used as {key!r} because {over.name} is damaged ({over.detail})"
-
-
-_SMALL = re.compile(r"loss|err|perplexity|ppl|wer|cer|mae|mse|nll", re.IGNORECASE)
-_LARGE = re.compile(
-    r"acc|score|reward|return|f1|auc|bleu|rouge|precision|recall|map", re.IGNORECASE
-)
-
-
-def best_of_run(
-    listed: Sequence[Listed],
-    metric: str | None = None,
-    mode: str | None = None,
-    *,
-    url: str = "",
-    damaged: bool = False,
-) -> Listed:
-    """Returns the readable checkpoint with the best value of a metric; of equal ones the newest.
-
-    Args:
-        listed: Checkpoints of the run.
-        metric: Name of the metric; by default the only one.
-        mode: `min` or `max`; by default derived from the name: losses are minimised, accuracies
-            maximised.
-        url: Path or URL of the run, for messages.
-        damaged: Include damaged checkpoints.
-
-    Raises:
-        CheckpointNotFoundError: No step has the metric.
-        InvalidRequestError: There are several metrics, or the mode can't be derived.
-    """
-    listed = [one for one in listed if _is_own(one) and _may_be(one, damaged)]
-    names = sorted({name for one in listed for name in one.metrics})
-    if not names:
-        raise CheckpointNotFoundError(
-            f"expected steps with metrics in {url}, found none: pass them to a "
-            f"CheckpointManager, as save(step, state, metrics={{'loss': 0.5}})"
-        )
-    if metric is None:
-        if len(names) > 1:
-            raise InvalidRequestError(
-                f"the best step by which metric? Write best:NAME, with one of {', '.join(names)}"
-            )
-        metric = names[0]
-    if metric not in names:
-        raise CheckpointNotFoundError(
-            f"expected a metric {metric!r} in {url}, found {', '.join(names)}"
-            + nearest(metric, names)
-        )
-    if mode is None:
-        is_small, is_large = bool(_SMALL.search(metric)), bool(_LARGE.search(metric))
-        if is_small == is_large:
-            raise InvalidRequestError(
-                f"is a small or a large {metric!r} better? Write best:{metric}:min or "
-                f"best:{metric}:max"
-            )
-        mode = "min" if is_small else "max"
-    if mode not in ("min", "max"):
-        raise InvalidRequestError(f"the best is 'min' or 'max', but got {mode!r}", key="mode")
-    # Why compared with itself: NaN is never the best.
-    ranked = [one for one in listed if (v := one.metrics.get(metric)) is not None and v == v]
-    if not ranked:
-        raise CheckpointNotFoundError(f"every {metric!r} in {url} is NaN: no step is the best")
-    sign = 1 if mode == "min" else -1
-    return min(ranked, key=lambda one: (sign * one.metrics[metric], -(one.step or 0)))
-
-
-def _by_number(listed: Sequence[Listed], step: int, url: str) -> Listed:
-    found = [one for one in listed if one.step == step]
-    chosen = [one for one in found if _is_own(one)] or found
-    readable = [one for one in chosen if one.is_readable]
-    for some in (chosen, readable):
-        if len(some) == 1:
-            return some[0]
-    if chosen:
-        raise InvalidRequestError(
-            f"step {step} of {url} is in {', '.join(one.name for one in chosen)}; name the folder",
-            step=step,
-        )
-    numbers = sorted({one.step for one in listed if one.step is not None})
-    close = sorted(numbers, key=lambda number: abs(number - step))[:3]
-    hint = f"; nearest: {', '.join(map(str, sorted(close)))}" if close else ""
-    raise CheckpointNotFoundError(
-        f"expected step {step} in {url}, found {_summary(listed)}{hint}", step=step
-    )
-
-
-def _values(one: ListedCheckpoint) -> dict[str, Any]:
-    """Returns the fields of a listed checkpoint, without those that a view adds."""
-    return {each.name: getattr(one, each.name) for each in fields(ListedCheckpoint)}
-
-
-def _in_its_run(one: ListedCheckpoint) -> ListedCheckpoint:
-    """Returns a listed checkpoint as a listing of its run has it."""
-    name = one.name.removeprefix(f"{one.run}/")
-    return ListedCheckpoint(**_values(one) | {"name": name, "run": ""})
-
-
-def _order(one: ListedCheckpoint) -> tuple[tuple[str, str], bool, int, str]:
-    """Returns run and item of a checkpoint, and its place among the steps with these."""
-    folder, _, item = one.name.removeprefix(f"{one.run}/").partition("/")
-    number = step_of(folder) if item else one.step
-    return (one.run, item), number is None, number or 0, folder
-
-
-def _is_own(one: ListedCheckpoint) -> bool:
-    """Returns whether a checkpoint is directly in the run that was listed, or is the run itself."""
-    return "/" not in one.name
-
-
-def _may_be(one: ListedCheckpoint, damaged: bool) -> bool:
-    return one.is_readable or (damaged and one.state == "damaged")
-
-
-def _latest(listed: Sequence[Listed], url: str, damaged: bool) -> Listed:
-    own = [one for one in listed if _is_own(one)]
-    found = [one for one in own if _may_be(one, damaged)]
-    numbered = [one for one in found if one.step is not None]
-    if numbered:
-        latest = max(numbered, key=lambda one: (one.step or 0, one.name))
-        unread = [one for one in own if one.state == "unreadable" and one.step is not None]
-        if unread and (unread[-1].step or 0) > (latest.step or 0):
-            raise StorageError(
-                f"{unread[-1].name} in {url} may be the latest step, but can't be read: "
-                f"{unread[-1].detail}"
-            )
-        return latest
-    if found:
-        return max(found, key=lambda one: (one.created_s or 0.0, one.name))
-    runs = sorted({one.run for one in listed} - {""})
-    if runs and not own:
-        raise CheckpointNotFoundError(
-            f"expected a committed step in {url}, found {len(runs)} runs below it: {few(runs)}; "
-            f"name one of them, as {url.rstrip('/')}/{runs[-1]}@latest"
-        )
-    raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_summary(listed)}")
-
-
-def _summary(listed: Sequence[ListedCheckpoint]) -> str:
-    return f"the steps {few(_steps(listed))}" if listed else "no checkpoint"
-
-
-def _steps(listed: Sequence[ListedCheckpoint]) -> list[str]:
-    return [
-        (one.name if one.step is None else str(one.step))
-        + ("" if one.is_readable else f" ({one.state})")
-        for one in listed
-    ]
-
-
-Kind = Literal["data", "left", "records", "other"]
-KINDS: tuple[Kind, ...] = ("data", "left", "records", "other")
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Disk usage of one folder."""
-
-    name: str
-    """Name of a checkpoint, or of another file or folder."""
-    num_bytes: Mapping[str, int]
-    """Number of bytes by kind. `data`: data of committed checkpoints. `left`: files of attempts
-    that did not commit. `records`: manifests, chunk tables, `.metadata` and infos of steps.
-    `other`: files of other programs."""
-    shared_bytes: int = 0
-    """Number of these bytes that take no disk space, as a file that was counted before has the same
-    bytes on the disk (hard links)."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Disk space of all kinds, in bytes."""
-        return sum(self.num_bytes.values()) - self.shared_bytes
-
-
-def usage_of(run: RunView) -> list[Usage]:
-    """Returns the disk usage of each checkpoint of a run, then of its other files and folders.
-
-    Args:
-        run: The run as it was listed.
-
-    Raises:
-        StorageError: The storage can't be listed.
-
-    Complexity:
-        One listing.
-    """
-    by_name = {step.name: step for step in run}
-    found: dict[str, Counter[str]] = {name: Counter() for name in by_name}
-    seen: set[object] = set()
-    for entry in readable_entries(open_storage(run.place))[0]:
-        # The deepest checkpoint that contains the file.
-        above = (folder for folder in folders_above(entry.key) if folder in by_name)
-        name = next(above, "." if "." in by_name else None)
-        if name is None:
-            above_it, shared, _ = f"/{entry.key}".partition(f"/{SHARED_FOLDER}/")
-            name = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")
-            name = f"{above_it}{shared}"[1:] if shared else name
-            kind: Kind = "records" if shared else "other"
-        else:
-            key = entry.key if name == "." else entry.key[len(name) + 1 :]
-            kind = _kind(key, by_name[name])
-        found.setdefault(name, Counter())[kind] += entry.num_bytes
-        if entry.shares is not None:
-            found[name]["shared"] += entry.num_bytes if entry.shares in seen else 0
-            seen.add(entry.shares)
-    return [
-        Usage(name, {kind: counts[kind] for kind in KINDS}, counts["shared"])
-        for name, counts in found.items()
-    ]
-
-
-def _kind(key: str, step: StepView) -> Kind:
-    manifest = step.manifest
-    if step.state in FOREIGN:
-        return "records" if key == ".metadata" or key.endswith(".json") else "data"
-    if manifest is not None and any(entry.key == key for entry in manifest.files):
-        return "data"
-    if info_slot(key) is not None:
-        return "records"
-    owned = owner_of(key)
-    if owned is None:
-        return "other"
-    is_current = manifest is not None and owned.attempt == manifest.attempt
-    is_small = owned.kind in ("record", "metadata")
-    return "records" if is_small or (is_current and owned.kind != "data") else "left"
 
 
 MOST_DETAILED = 50

@@ -24,7 +24,8 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
 from ray_dcp.view.run_listing import ListedCheckpoint, list_checkpoints
-from ray_dcp.view.run_view import RunView, best_of_run, choose, split_address
+from ray_dcp.view.run_view import RunView, split_address
+from ray_dcp.view.step_choice import best_of_run, choose
 from tests.support import checkpoints
 from tests.support.storages import interpose
 
