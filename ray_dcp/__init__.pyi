@@ -45,6 +45,11 @@ from ray_dcp.core import __version__ as __version__
 from ray_dcp.errors import *
 from ray_dcp.fsspec_filesystem import FsspecReader as FsspecReader
 from ray_dcp.fsspec_filesystem import FsspecWriter as FsspecWriter
+from ray_dcp.job.checkpoints import JobCheckpoints as JobCheckpoints
+from ray_dcp.job.committed import CommittedStep as CommittedStep
+from ray_dcp.job.part import Part as Part
+from ray_dcp.job.step import JobStep as JobStep
+from ray_dcp.job.step import JobStepReport as JobStepReport
 from ray_dcp.loading import load as load
 from ray_dcp.loading import load_newest as load_newest
 from ray_dcp.loading import load_state_dict as load_state_dict

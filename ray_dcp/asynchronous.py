@@ -42,16 +42,19 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.events import contained
+from ray_dcp.job.part import PartSave
 from ray_dcp.options import SaveOptions, check_wait
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.saving import (
     CheckpointId,
     StateDict,
+    after,
     await_unused,
     capture_of,
     check_options,
     mark_used,
+    part_save,
     plug_ins_of,
     run_save,
     session_for,
@@ -611,11 +614,13 @@ def run_async_save(
         if session.world_size == 1 and session.stages_itself:
             # Why here: only what goes on beside the training has to outlive this process.
             session = session_in_ray(_drain_session, _is_used) or session
-        native = _NativeSave(name, route, session, options, log)
+        part = part_save(checkpoint_id, route, session)
+        native = _NativeSave(name, route, session, options, log, part)
         handle = SaveHandle(name, native)
         native.begin(handle, state_dict)
         return handle
-    staged = _StagedByUser(name, route, session, options, log)
+    part = part_save(checkpoint_id, route, session)
+    staged = _StagedByUser(name, route, session, options, log, part)
     handle = SaveHandle(name, staged)
     staged.begin(
         handle, stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own
@@ -641,8 +646,10 @@ class _Save:
         session: Session,
         options: SaveOptions,
         log: OperationLog | None,
+        part: PartSave | None = None,
     ) -> None:
         self._route = route
+        self._part = part
         self._session = session
         self._options = options
         # Why now: all ranks must name their calls in the order in which the user makes them.
@@ -694,6 +701,8 @@ class _Save:
         try:
             self._account.end(error)
         finally:  # also when a listener of events raises SystemExit
+            if self._part is not None:
+                self._part.ended(error)
             handle._complete(metadata, error)
 
     def _go_on(self, handle: SaveHandle, finish: Callable[[], Metadata]) -> bool:
@@ -788,6 +797,8 @@ class _NativeSave(_Save):
             except BaseException as error:
                 # The caller got this error; it has no handle to ask for another one.
                 handle._looked_at = True
+                if self._part is not None:
+                    self._part.ended(error)
                 self._account.end(error)
                 raise
 
@@ -801,6 +812,8 @@ class _NativeSave(_Save):
         target, options, progress = target_of(self._route), self._options, self.progress
         await_unused(plug_ins_of(self._route), options, session.rank)
         capture = capture_of(self._route, session, state_dict, options)
+        if self._part is not None:
+            capture = after(self._part.begin, capture)
 
         backend = self._backend = staging_backend_of(self._session)
         save = RankSave.of(session, target, options, staged=True)
@@ -819,6 +832,13 @@ class _NativeSave(_Save):
             error, rest = backend.stage(save, go, captured)
             progress.count(backend.num_bytes)
             progress.release(progress.enter(STAGED))
+            if error is None and self._part is not None:
+                # Why before the handle: who is told that it is staged may end this process.
+                try:
+                    self._part.staged(go.attempt, outlives=backend.kind == "object_store")
+                except BaseException:
+                    backend.release(committed=False)
+                    raise
             handle._is_staged(error)
             return partial(finish, rest)
 
@@ -899,6 +919,7 @@ class _StagedByUser(_Save):
                     stateful=False,
                     use_collectives=use_collectives,
                     account=self._account,
+                    part=self._part,
                 )
             finally:
                 if own is not None:

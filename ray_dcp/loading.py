@@ -29,6 +29,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.io.checkpoint import Checkpoint
+from ray_dcp.job.part import check_loadable
 from ray_dcp.options import LoadOptions
 from ray_dcp.rank.rank_load import (
     LoadResult,
@@ -128,6 +129,7 @@ def load(
     with OperationLog(
         "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
     ) as log:
+        check_loadable(checkpoint_id)
         route = decide_load(planner, reader, checkpoint_id)
         session: Session = session_for(process_group, no_dist, options)
         run = partial(run_load, log=log, progress=progress)

@@ -33,6 +33,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH, __version__
 from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError
+from ray_dcp.job.part import PartSave
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
@@ -126,6 +127,7 @@ def save(
     ) as log:
         route = decide_save(planner, writer, checkpoint_id)
         session: Session = session_for(process_group, no_dist, options, saves=True)
+        part = part_save(checkpoint_id, route, session)
         folder = None
         if route.path != FOREIGN:
             folder = own_folder(session, target_of(route), route.apply(options or SaveOptions()))
@@ -139,6 +141,7 @@ def save(
             log=log,
             progress=progress,
             folder=folder,
+            part=part,
         )
 
 
@@ -189,6 +192,7 @@ def run_save(
     progress: ShowProgress = False,
     folder: OwnFolder | None = None,
     attempt: str = "",
+    part: PartSave | None = None,
 ) -> Metadata:
     """Runs this rank's part of a save and returns the metadata of the committed checkpoint.
 
@@ -207,6 +211,7 @@ def run_save(
         progress: As given to `save`.
         folder: Folder of this rank, if Ray Train merges those of all ranks; with its session.
         attempt: As for `RankSave`; foreign storages have none.
+        part: The part of a job's step that is saved, if it is one.
 
     Raises:
         CheckpointError: As `save` does.
@@ -218,6 +223,8 @@ def run_save(
     url = route.target.url if route.target else checkpoint_id
     is_in_background = account is not None
     with ExitStack() as stack:
+        if part is not None and not is_in_background:
+            stack.push(lambda _, error, __: part.ended(error))
         if account is None:
             activity = Activity(session, options.heartbeat_timeout_s)
             account = stack.enter_context(Account("save", url, activity, route.path, log))
@@ -255,9 +262,13 @@ def run_save(
         )
         own = None
         if folder is not None:
-            target, own, take = folder.first, folder.own, _after(folder.begin, take)
+            target, own, take = folder.first, folder.own, after(folder.begin, take)
+        if part is not None:
+            take = after(part.begin, take)
         save = RankSave.of(activity, target, options, folder=own, attempt=attempt)
         outcome = drive(save.run(take), activity.call)
+        if part is not None:
+            part.staged(outcome.attempt, outlives=True)
     if session.rank == 0:
         for warning in outcome.warnings:
             events.warn(warning, stacklevel=3)
@@ -265,7 +276,7 @@ def run_save(
     return CommittedMetadata.of(target, outcome)
 
 
-def _after(begin: Callable[[], None], take: Callable[[], Capture]) -> Callable[[], Capture]:
+def after(begin: Callable[[], None], take: Callable[[], Capture]) -> Callable[[], Capture]:
     """Returns a capture that begins with another step, whose error is reported to all ranks."""
 
     def both() -> Capture:
@@ -273,6 +284,24 @@ def _after(begin: Callable[[], None], take: Callable[[], Capture]) -> Callable[[
         return take()
 
     return both
+
+
+def part_save(
+    checkpoint_id: CheckpointId | None, route: Route, session: Session
+) -> PartSave | None:
+    """Returns the line to a job's coordinator of a rank that saves a part; None for other saves.
+
+    Raises:
+        InvalidRequestError: The part can't be saved, or a third-party storage would write it.
+    """
+    part = PartSave.of(checkpoint_id, session.rank, session.world_size)
+    if part is not None and route.path == FOREIGN:
+        raise InvalidRequestError(
+            "a part of a job's step is written by ray_dcp, whose record commits it, but was given "
+            "a third-party storage_writer; leave that out",
+            key="storage_writer",
+        )
+    return part
 
 
 # --- plug-ins in use ------------------------------------------------------------------------------

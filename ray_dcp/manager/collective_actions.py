@@ -17,13 +17,10 @@ from typing import Any
 
 from ray_dcp import events
 from ray_dcp.asynchronous import SaveHandle, run_async_save
-from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
-from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CommitUnknownError,
     DamagedCheckpointError,
     InvalidRequestError,
@@ -31,7 +28,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.events import contained
-from ray_dcp.io.records import read_slots
 from ray_dcp.loading import run_load
 from ray_dcp.manager.agreement import ASK_AGAIN_S, T, agree
 from ray_dcp.manager.background import Finisher, in_time
@@ -42,14 +38,15 @@ from ray_dcp.manager.restore_order import MOST_LOOKS, Wanted, candidates, target
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policies import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Item, Settings, states_of
+from ray_dcp.manager.step_commit import commit_step
 from ray_dcp.manager.step_target import StepTarget
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import LoadOptions
 from ray_dcp.place.outcome import outcome, settle
 from ray_dcp.rank.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.rank.rank_save import result_or_error
 from ray_dcp.saving import check_options, run_save
-from ray_dcp.session.session import InlineSession, Session
-from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.session.session import Session
+from ray_dcp.store.opening import place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_load, decide_save
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog
@@ -383,18 +380,10 @@ class CollectiveActions:
         """
         if not self.settings.named:
             return
-        target = self.root.below(place.name)
+        folders = {name: place.folder_of(name) for name in self.settings.named}
 
         def decide(_: Sequence[Any]) -> None:
-            folders = {name: place.folder_of(name) for name in self.settings.named}
-            run_save(
-                decide_save(None, None, target),
-                InlineSession("step", performer=partial(_perform_after, place)),
-                {"step": place.step, "items": folders},
-                SaveOptions(),
-                target,
-                attempt=place.attempt,
-            )
+            commit_step(self.root, place, folders)
 
         # Why so long: one rank after the other learns that the items are committed.
         timeout_s = self.settings.options.plan_timeout_s + self.settings.options.commit_timeout_s
@@ -631,30 +620,3 @@ class CollectiveActions:
                     stacklevel=4,
                 )
         return *found, skipped
-
-
-def _perform_after(place: StepTarget, task: Task) -> Result:
-    """Performs a task of the save that commits a step, unless another writer removed its items.
-
-    Why by records: a writer that took over the lease deletes items without a committed step, as
-    leftovers of a crash. It commits a delete record first. Either that record is read here, or it
-    occupies the slot that this save needs.
-    """
-    found = perform(task)
-    is_as_before = isinstance(found, RecordsRead) and found.last_slot == place.last_slot
-    if is_as_before or not isinstance(task, ReadRecords) or isinstance(found, Failed):
-        return found
-    try:
-        decides = read_slots(open_storage(task.target)).decides
-    except CheckpointError as error:
-        return Failed(error)
-    if decides is None or decides.slot <= place.last_slot:
-        return found  # Only abort records, of aborted deletions.
-    return Failed(
-        CheckpointExistsError(
-            f"Expected nothing to be committed or deleted in the folder of step {place.step} while "
-            f"it was being saved, but another process took over the run and removed what this one "
-            f"had saved of it. The step is not committed; only one job at a time may write here",
-            step=place.step,
-        )
-    )

@@ -383,6 +383,31 @@ class Writer:
                 self._leaving = frozenset()
         return left
 
+    def remove_leftovers(self) -> dict[str, CheckpointError | None]:
+        """Deletes what earlier writers saved of steps that they did not commit.
+
+        From then on such a writer, if it was only paused, can't commit them.
+
+        Returns:
+            What was not deleted.
+
+        Raises:
+            CheckpointExistsError: Another process writes to this root.
+            StorageError: The storage failed.
+        """
+        self._look_as_writer()
+
+        def left_in(catalogue: Catalogue) -> list[Going]:
+            found = catalogue.leftovers.items()
+            return [Going(step, name, "") for name, step in found if step not in self.pending]
+
+        def look_again() -> tuple[Collection[Going], Catalogue]:
+            found = self._scan()
+            return left_in(found), found
+
+        chosen = left_in(self.catalogue)
+        return self._deletions.remove_all(chosen, look_again) if chosen else {}
+
     @property
     def _waits_for_metrics(self) -> bool:
         """Whether other processes record metrics by which steps are kept."""

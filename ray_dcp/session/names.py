@@ -53,6 +53,16 @@ def stager_name(node_id: str, job: str = "", namespace: str = NAMESPACE) -> str:
     return _join(*_version(namespace), "stager", node_id, job)
 
 
+def job_coordinator_name(run: str, namespace: str = NAMESPACE) -> str:
+    """Returns the actor name of the coordinator of a run's job steps.
+
+    Args:
+        run: Absolute path or URL of the run.
+        namespace: Ray namespace of the actor.
+    """
+    return _join(*_version(namespace), "job", run)
+
+
 def stager_process(actor: str, process: str) -> str:
     """Returns the name of one process of a stager, by the name of its actor."""
     return f"{actor}#{quote(process, safe='')}"

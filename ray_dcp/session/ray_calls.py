@@ -213,6 +213,22 @@ def nodes() -> list[dict[str, Any]]:
         return found
 
 
+def is_ref(value: object) -> bool:
+    """Returns whether a value is the reference of an object of Ray's store."""
+    return isinstance(value, ray.ObjectRef)
+
+
+def nodes_with(ref: Any) -> list[str]:
+    """Returns the hex ids of the nodes that have an object; none if it is small, and has no place.
+
+    Args:
+        ref: Reference of a value that is there.
+    """
+    with inside():
+        found: list[str] = ray.experimental.get_object_locations([ref])[ref]["node_ids"]
+        return found
+
+
 TESTED = ("2.56", "2.60")
 """Ray versions with which this module was tested."""
 

@@ -127,6 +127,7 @@ def copy_checkpoint(
     opener: Callable[[Target], Storage] = open_storage,
     beside: Callable[[Callable[[], bool]], AbstractContextManager[object]] = nullcontext,
     then: Callable[[], object] = lambda: None,
+    links: bool = False,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
 
@@ -143,6 +144,8 @@ def copy_checkpoint(
         beside: What is done around the copy, under the lease of the target. What it gets returns
             whether the copy may be committed, to decide what a failure takes back.
         then: What is done after it, also if an earlier process had committed it.
+        links: Whether files are linked, or copied by the object store, where it can; they are read
+            and written else.
 
     Raises:
         CheckpointExistsError: Something of a checkpoint is there, or was written meanwhile; or
@@ -165,7 +168,7 @@ def copy_checkpoint(
             with beside(lambda: True):  # ends the leases that are left there
                 pass
         else:
-            _copy(source, plan, target, meter or uncounted(), opener, lease, beside)
+            _copy(source, plan, target, meter or uncounted(), opener, lease, beside, links)
         then()
 
 
@@ -177,6 +180,7 @@ def _copy(
     opener: Callable[[Target], Storage],
     lease: TargetLease,
     beside: Callable[[Callable[[], bool]], AbstractContextManager[object]],
+    links: bool,
 ) -> None:
     storage = opener(target)
     # Why before looking: what is committed after this meets the record of the copy, or its create.
@@ -192,7 +196,7 @@ def _copy(
         names = tuple(f"-{key}" for key, _ in taken)
         hidden = [e.key for e in everything(storage) if is_temporary(e.key)]
         storage.delete([key for key in hidden if key.endswith(names)])
-    copying = _Copying(source, storage, plan, meter, lease)
+    copying = _Copying(source, storage, plan, meter, lease, links)
     with beside(lambda: copying.may_stand):
         try:
             if manifest is None:
@@ -440,9 +444,16 @@ class _Copying:
     """
 
     def __init__(
-        self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter, lease: TargetLease
+        self,
+        source: Storage,
+        target: Storage,
+        plan: CopyPlan,
+        meter: Meter,
+        lease: TargetLease,
+        links: bool,
     ) -> None:
         self.source, self.target = source, target
+        self._links = links
         self.lease = lease
         self.renamed: tuple[str, str] = ("", "")
         self.may_stand = False
@@ -505,13 +516,16 @@ class _Copying:
             return False
         for attempt in self.lease.again:
             name = key.replace(before, attempt)
-            if self._is_same(key, name):
-                num_bytes = self._lengths[key]
-                published = PublishedFile(self.target.url, name, num_bytes, digest="")
-                end = self.source.read(key, max(0, num_bytes - _END_BYTES), _END_BYTES)
-                if reuse_file(self.target, self.name_of(key), published, end, sync=True):
-                    return True
-        return False
+            if self._is_same(key, name) and self._reuse(self.target, name, key):
+                return True
+        return self._links and self._reuse(self.source, key, key)
+
+    def _reuse(self, storage: Storage, name: str, key: str) -> bool:
+        """Gives a file of the copy the bytes of an equal one, if the storage can without moving."""
+        num_bytes = self._lengths[key]
+        published = PublishedFile(storage.url, name, num_bytes, digest="")
+        end = self.source.read(key, max(0, num_bytes - _END_BYTES), _END_BYTES)
+        return reuse_file(self.target, self.name_of(key), published, end, sync=True) is not None
 
     def _is_same(self, key: str, name: str) -> bool:
         """Returns whether a file is equal, unless this copy has to stop."""

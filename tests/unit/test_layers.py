@@ -33,7 +33,7 @@ LAYERS = {
             "torch_adapter io view",
             "place",
             "coordinator rank session stage testing",
-            "saving asynchronous loading data manager transform worker_group",
+            "saving asynchronous loading data job manager transform worker_group",
             "__init__ dcp xla",
             "cli integrations train __main__",
         )
@@ -49,6 +49,8 @@ HOMES = {
             "coordinator.gatherer",
             "coordinator.metrics",
             "integrations",
+            "job.coordinator",
+            "job.value",
             "session.ray_calls",
             "session.ray_session",
             "session.shared_reads",

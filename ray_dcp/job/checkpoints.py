@@ -1,0 +1,311 @@
+"""`JobCheckpoints`: the steps of a job whose parts different groups of processes save."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ray_dcp import events
+from ray_dcp.core.processes import OwnProcess
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    ParticipantError,
+    StorageError,
+)
+from ray_dcp.format.names import STEP_NAME, StepNames
+from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.job.committed import CommittedStep
+from ray_dcp.job.coordinator import (
+    JobSettings,
+    job_coordinator_of,
+    this_driver,
+)
+from ray_dcp.job.record import PartRecord, folders_of
+from ray_dcp.job.step import JobStep, Line
+from ray_dcp.job.step_files import read_parts
+from ray_dcp.job.value import verify_all
+from ray_dcp.manager.catalogue import Root, StepFound, look, look_at_step
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.retention import RetentionPolicy
+from ray_dcp.manager.settings import Item, Settings, check_item_name, retention_of
+from ray_dcp.options import SaveOptions, plain_integer
+from ray_dcp.saving import check_options
+from ray_dcp.session import ray_calls
+from ray_dcp.session.names import NAMESPACE, job_coordinator_name
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import target_of
+from ray_dcp.view.verify import VerifyReport, verify
+
+logger = logging.getLogger(__name__)
+
+_MOST_LOOKS = 20
+"""How often a step is chosen again because it was deleted before it was protected."""
+
+
+class JobCheckpoints:
+    """Saves steps of several parts by one commit, and finds the newest one.
+
+    A part is saved by a group of ranks (`JobStep.part`), is a value of Ray's object store
+    (`JobStep.put`), or is taken from an earlier step (`JobStep.keep`). A step exists when all its
+    parts are durable and its one record is created, by an actor that no trainer owns; until then
+    there is nothing but the steps before. It is a step of a run as `CheckpointManager(items=...)`
+    saves them, and each part is a checkpoint that stock DCP reads.
+
+    One driver writes a run at a time. Another one is refused while it lives.
+
+    Args:
+        path: Path or URL of the run, or a `Location`. All nodes see it.
+        parts: Names of the parts that each step has.
+        max_to_keep: Number of newest steps to keep; 0 keeps all. `retention` replaces it.
+        retention: Which steps are kept; the newest and tagged ones always are.
+        step_name: Pattern of folder names.
+        options: How values are written; its deadlines hold for the steps.
+        takeover: Whether to take the run from a driver, or another cluster, that is alive.
+        read_only: Whether `step` is refused; `latest` then waits for no step that is being saved.
+        lease_s: Time without a renewal after which a writer or reader on another machine counts as
+            dead, in seconds.
+
+    Raises:
+        InvalidRequestError: An argument is invalid.
+
+    Examples:
+        Of a driver, with `trainers` that call `ray_dcp.save(state, checkpoint_id=part)`::
+
+            run = ray_dcp.JobCheckpoints("s3://bucket/rl", parts=("policy", "buffer", "cursor"))
+            with run.step(120) as step:
+                saved = [one.save.remote(step.part("policy")) for one in trainers]
+                step.put("buffer", buffer.state_dict.remote())
+                step.put("cursor", cursor.state_dict())
+                ray.get(saved)
+            step.result()
+    """
+
+    def __init__(
+        self,
+        path: AnyPlace,
+        parts: Sequence[str],
+        *,
+        max_to_keep: int = 0,
+        retention: RetentionPolicy | None = None,
+        step_name: str = STEP_NAME,
+        options: SaveOptions | None = None,
+        takeover: bool = False,
+        read_only: bool = False,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        check_options(options, SaveOptions)
+        if isinstance(parts, str) or not parts:
+            raise InvalidRequestError(
+                f"parts must be the names of the parts, as ('policy', 'buffer'), but is {parts!r}",
+                key="parts",
+            )
+        self._options = options or SaveOptions()
+        self._settings = Settings(
+            kept=retention_of(max_to_keep, retention),
+            names=StepNames(step_name),
+            items={check_item_name(name): Item(save_options=self._options) for name in parts},
+            takeover=takeover,
+            lease_s=lease_s,
+        )
+        self._root = Root(target_of(path, None))
+        self._read_only = read_only
+        self._nonce = secrets.token_hex(8)
+        self._process = OwnProcess()
+        self._line: Line | None = None
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the run."""
+        return self._root.url
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts."""
+        return tuple(self._settings.items)
+
+    def step(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        tags: Collection[str] = (),
+    ) -> JobStep:
+        """Opens a step, which expects all its parts.
+
+        Args:
+            step: The step, from 0; must be newer than all steps that are committed or being saved.
+            metrics: Numbers by name, by which a retention may keep steps.
+            metadata: Values that JSON can represent.
+            tags: Tags to add. A tagged step is kept.
+
+        Returns:
+            The step, a context manager. Leaving it waits until all parts are staged.
+
+        Raises:
+            InvalidRequestError: The step is committed already, or not newer than the newest one;
+                an argument is invalid; there is no Ray.
+            CheckpointExistsError: Another driver writes the run.
+            StorageError: The storage failed.
+        """
+        if self._read_only:
+            raise InvalidRequestError(
+                "this JobCheckpoints is read_only; make one without it to save", key="read_only"
+            )
+        number = plain_integer(step)
+        self._settings.names.name_of(number)
+        line, request = self._attached(), secrets.token_hex(8)
+        details = {"metrics": metrics, "metadata": metadata, "tags": tags}
+        opened = line.call(
+            lambda actor: actor.open.remote(line.nonce, request, number, details),
+            step=number,
+            timeout_s=self._options.plan_timeout_s,
+        )
+        return JobStep(line, number, opened)
+
+    def all_steps(self) -> list[int]:
+        """Returns the committed steps, ascending.
+
+        Raises:
+            StorageError: The storage can't be read.
+        """
+        return [*look(self._root, self._settings.names).steps]
+
+    def latest(self, *, verifies: bool = True) -> CommittedStep | None:
+        """Returns the newest step whose record and parts are whole; None if there is no step.
+
+        A driver that saves waits first for the steps that an earlier driver left being saved. A
+        damaged step is skipped with a warning that names the part; so the step is the same for
+        everyone to whom its parts are handed.
+
+        Args:
+            verifies: Whether all bytes of a step are read and compared with their checksums before
+                it is returned, by tasks on the cluster's nodes. Without it, damage is found when
+                a part is loaded.
+
+        Raises:
+            DamagedCheckpointError: There are steps, but none is whole.
+            CheckpointExistsError: Another driver writes the run.
+            StorageError: The storage can't be read.
+        """
+        if not self._read_only:
+            self._attached()
+        skipped: list[tuple[StepFound, str]] = []
+        for _ in range(_MOST_LOOKS):
+            catalogue = look(self._root, self._settings.names)
+            passed = {(one.step, one.attempt) for one, _ in skipped}
+            steps = [
+                one
+                for one in catalogue.oldest_first("increasing")
+                if (one.step, one.attempt) not in passed
+            ]
+            if not steps:
+                break
+            found = steps[-1]
+            lease = self._lease(found.step)
+            try:
+                if look_at_step(self._root, found.name, found.step) is None:
+                    continue  # It was deleted before it was protected.
+                parts, problem = self._check(found, verifies)
+            except BaseException:
+                _end(lease)
+                raise
+            if not problem:
+                for one, why in skipped:
+                    events.warn(
+                        f"Step {found.step} of {self.path} is taken instead of the newer step "
+                        f"{one.step}, which is damaged: {why}. Look at it with `ray-dcp verify`",
+                        stacklevel=2,
+                    )
+                return CommittedStep(self._root, found, parts, lease)
+            _end(lease)
+            skipped.append((found, problem))
+        if not skipped:
+            return None
+        told = "; ".join(f"step {one.step}: {why}" for one, why in skipped)
+        raise DamagedCheckpointError(
+            f"expected a step that is whole in {self.path}, but all are damaged: {told}",
+            checkpoint_id=self.path,
+        )
+
+    def close(self) -> None:
+        """Gives the run up: a step that is open is given up, one that is staged is committed.
+
+        May be called repeatedly. A driver that ends without it does the same.
+        """
+        line, self._line = self._line, None
+        # Suppressed: its actor has ended, and with it the lease.
+        if line is not None and self._process.is_this:
+            with suppress(ParticipantError):
+                line.call(lambda actor: actor.detach.remote(line.nonce), step=0)
+
+    def __enter__(self) -> JobCheckpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"JobCheckpoints({self.path!r}, parts={self.parts!r})"
+
+    def _attached(self) -> Line:
+        """Returns the line to the run's coordinator, which is made if there is none."""
+        self._process.check(repr(self), "Make a JobCheckpoints of its own there")
+        if ray_calls.this_connection() is None:
+            raise InvalidRequestError(
+                "a job's steps are committed by an actor of its Ray, but this process has none; "
+                "call ray.init first, or save steps of one group of ranks by CheckpointManager"
+            )
+        target = self._root.target
+        job = JobSettings(target, self._settings, self._options)
+        # Why with each step: keys are renewed.
+        driver, variables = this_driver(self._nonce), ray_calls.storage_variables()
+        name = job_coordinator_name(target.url, NAMESPACE)
+        ray_calls.call_actor(
+            f"the coordinator of {self.path}",
+            lambda _: job_coordinator_of(target.url, namespace=NAMESPACE),
+            lambda actor: actor.attach.remote(driver, job, variables),
+            # Why so long: it waits for the steps that an earlier driver left.
+            timeout_s=self._options.plan_timeout_s
+            + self._options.write_timeout_s
+            + self._options.commit_timeout_s,
+        )
+        self._line = Line(name, NAMESPACE, self._nonce, self._root)
+        return self._line
+
+    def _lease(self, step: int) -> ReaderLease | None:
+        lease = ReaderLease(self._root, step, lease_s=self._settings.lease_s)
+        try:
+            lease.__enter__()
+        except StorageError as error:
+            # Why not raised: what can be read is loaded.
+            logger.info("Step %d is read without a lease: %s", step, error)
+            return None
+        return lease
+
+    def _check(self, found: StepFound, verifies: bool) -> tuple[dict[str, PartRecord], str]:
+        """Returns the parts of a step, and what is damaged of it; "" if it is whole."""
+        try:
+            parts = read_parts(self._root, found)
+            if verifies:
+                problems = [str(p) for report in self._verify(found) for p in report.problems]
+                return parts, "; ".join(problems[:3])
+        except (DamagedCheckpointError, CheckpointNotFoundError) as error:
+            return {}, str(error)
+        return parts, ""
+
+    def _verify(self, found: StepFound) -> list[VerifyReport]:
+        places = [self._root.below(folder) for folder in folders_of(found).values()]
+        if ray_calls.this_connection() is None:
+            return [verify(place) for place in places]
+        return verify_all(places)
+
+
+def _end(lease: ReaderLease | None) -> None:
+    if lease is not None:
+        lease.__exit__()

@@ -1,0 +1,161 @@
+"""What the coordinator of a job does on storage: creates a step's record, or deletes its parts.
+
+Without Ray, and in threads of the coordinator; a crash at any point leaves a step whole or not at
+all, and the next writer of the run deletes the rest (`Writer.remove_leftovers`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Won
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    InternalError,
+    StorageError,
+)
+from ray_dcp.format.manifest import Manifest
+from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.io.records import read_slots
+from ray_dcp.job.record import KEY, PartRecord, decode_parts, encode_parts, folders_of
+from ray_dcp.manager.catalogue import Root, StepFound
+from ray_dcp.manager.deletions import remove_folder
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.root_writer import Writer
+from ray_dcp.manager.step_commit import commit_step
+from ray_dcp.manager.step_target import StepTarget
+from ray_dcp.place.collect import collect
+from ray_dcp.place.outcome import settle
+from ray_dcp.transform.copying import copy_checkpoint, plan_copy
+from ray_dcp.view.checkpoint_view import read_view
+
+logger = logging.getLogger(__name__)
+
+
+def _folder_of(place: StepTarget, part: str) -> str:
+    return f"{place.name}/{place.folder_of(part)}"
+
+
+def reason_of(target: Target, attempt: str) -> str:
+    """Returns why an attempt was aborted, as its record says."""
+    with suppress(CheckpointError):
+        root = Root(target)
+        for record in read_slots(root.storage, tolerant=True).records.values():
+            if record.attempt == attempt:
+                return str(getattr(record, "reason", "")) or "its record does not say why"
+    return "its record is gone"
+
+
+def create_record(
+    writer: Writer, place: StepTarget, records: Mapping[str, PartRecord]
+) -> CheckpointError | None:
+    """Creates the record of a step; returns why there is none, or why that is unknown."""
+    folders = {name: place.folder_of(name) for name in records}
+    try:
+        writer.take_lease()  # Checks that it is held.
+        commit_step(writer.root, place, folders, {KEY: encode_parts(records)})
+        return None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the record may exist
+        failed = (
+            error
+            if isinstance(error, CheckpointError)
+            else InternalError(
+                f"{type(error).__name__}: {error}. Please report this", step=place.step
+            )
+        )
+    ended = settle(writer.root.below(place.name), place.attempt, reason=failed.message, rank=None)
+    match ended:
+        case Won() | Lost():
+            return None
+        case Fenced():
+            return failed
+        case Open(why):
+            return CommitUnknownError(
+                f"the commit of step {place.step} failed, and the storage did not say whether it "
+                f"happened: {failed}; {why}. Ask ray_dcp.outcome later",
+                attempt=place.attempt,
+                step=place.step,
+            )
+
+
+def remove_parts(
+    writer: Writer, place: StepTarget, attempts: Mapping[str, str], error: CheckpointError
+) -> None:
+    """Ends the saves of a step's parts, and deletes what they wrote."""
+    root = writer.root
+    try:
+        # Careful: who lost the run must not delete what the other one saves.
+        writer.take_lease()
+        # Why: parts that are late are written to folders that no later step of this number uses.
+        settle(root.below(place.name), place.attempt, reason=error.message, rank=None)
+        for part, attempt in attempts.items():
+            target = root.below(_folder_of(place, part))
+            if attempt:
+                settle(target, attempt, reason=error.message, rank=None)
+            with suppress(CheckpointNotFoundError):
+                collect(target, abort_unfinished=True)
+            remove_folder(root, _folder_of(place, part))
+    except Exception as failed:  # noqa: BLE001 - the step is given up, whatever stays
+        logger.warning(
+            "Parts of step %d, which was given up, stay in %s until retention or the next job "
+            "deletes them: %s",
+            place.step,
+            root.url,
+            failed,
+        )
+
+
+def part_source(writer: Writer, part: str, step: int) -> tuple[StepFound, int | None]:
+    """Returns the last committed step that has a part, and the version of the part.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    catalogue = writer.look()
+    for found in reversed(catalogue.oldest_first("increasing")):
+        if found.step in catalogue.damaged or part not in folders_of(found):
+            continue
+        parts = read_parts(writer.root, found)
+        return found, parts[part].version if part in parts else None
+    raise CheckpointNotFoundError(
+        f"expected a committed step with the part {part!r} in {writer.root.url}, of which step "
+        f"{step} could keep it, but there is none; save the part",
+        checkpoint_id=writer.root.url,
+        step=step,
+        key=part,
+    )
+
+
+def read_parts(root: Root, found: StepFound) -> dict[str, PartRecord]:
+    """Returns what the record of a committed step says of its parts; empty if it is no job's step.
+
+    Raises:
+        DamagedCheckpointError: The record can't be read.
+        StorageError: The storage failed.
+    """
+    view = read_view(root.below(found.name))
+    return decode_parts(view[KEY]) if KEY in view else {}
+
+
+def link_part(root: Root, found: StepFound, part: str, folder: str) -> str:
+    """Gives a step the part of an earlier one, and returns the attempt that commits it there.
+
+    Raises:
+        CheckpointNotFoundError: The earlier step was deleted meanwhile.
+        CheckpointError: As `copy_checkpoint`.
+    """
+    target = root.below(folder)
+    with ReaderLease(root, found.step, lease_s=LEASE_S):
+        source = root.open(folders_of(found)[part])
+        checkpoint = read_checkpoint(source, checks_later=True)
+        copy_checkpoint(source, plan_copy(source, checkpoint), target, links=True)
+    decides = read_slots(root.open(folder)).decides
+    if decides is None or not isinstance(decides.record, Manifest):
+        raise StorageError(f"{target.url} lacks the record that was written there")
+    return decides.record.attempt

@@ -1,0 +1,195 @@
+"""Values of a job that are parts of a step: `ValueWriter` writes them, `read_value` reads one.
+
+A value is an object of Ray's store. Its writer is an actor on a node that has the object: it maps
+the object, which the store then keeps whatever becomes of its owner, and writes it as a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.errors import CheckpointError, ParticipantError
+from ray_dcp.options import SaveOptions
+from ray_dcp.saving import run_save
+from ray_dcp.session import ray_calls
+from ray_dcp.session.session import InlineSession
+from ray_dcp.store.environment import StorageVariables
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.torch_adapter.dispatch import decide_save
+from ray_dcp.transform.conversion import read_state_dict
+from ray_dcp.view.verify import VerifyReport, verify
+
+MOST_VALUES = 4
+"""Most values that a writer maps or writes at once."""
+
+WRAPPED = "value"
+"""Name of a value that is no state dict itself."""
+
+
+def is_state_dict(value: object) -> bool:
+    """Returns whether a value is saved under its own names, and not under `WRAPPED`.
+
+    Examples:
+        >>> is_state_dict({"next": 5}), is_state_dict({}), is_state_dict([5])
+        (True, False, False)
+    """
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
+
+
+class ValueWriter:
+    """An actor that holds values, and writes them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def hold(self, name: str, step: int, attempt: str, refs: Sequence[Any]) -> bool:
+        """Maps a value; returns whether it is wrapped.
+
+        Args:
+            name: Name of the part.
+            step: Number of the step.
+            attempt: Attempt that will commit the part.
+            refs: The reference of the value.
+
+        Raises:
+            ParticipantError: The task that makes the value failed, or the value is lost.
+        """
+        try:
+            value = self._values[attempt] = ray_calls.get(refs[0])
+        except RayTaskError as error:
+            cause = f"{type(error.cause).__name__}: {error.cause}"
+            raise _not_given(name, step, f"the task that makes it raised {cause}") from None
+        except Exception as error:  # noqa: BLE001 - Ray's errors and those of unpickling alike
+            raise _not_given(name, step, f"{type(error).__name__}: {error}") from None
+        return not is_state_dict(value)
+
+    def write(
+        self, target: Target, attempt: str, options: SaveOptions, variables: StorageVariables
+    ) -> None:
+        """Writes a value that it holds, and returns when its checkpoint is committed.
+
+        Args:
+            target: Place of the part.
+            attempt: Attempt that commits it.
+            options: As for `save`.
+            variables: What the storage reads in the environment.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        variables.become()
+        value = self._values[attempt]
+        run_save(
+            decide_save(None, None, target),
+            InlineSession("value"),
+            value if is_state_dict(value) else {WRAPPED: value},
+            options,
+            target,
+            stateful=False,
+            attempt=attempt,
+        )
+
+    def drop(self, attempt: str) -> None:
+        """Lets a value go."""
+        self._values.pop(attempt, None)
+
+
+def _not_given(name: str, step: int, why: str) -> ParticipantError:
+    return ParticipantError(
+        f"expected the value of the part {name!r}, but {why}. Look at the actor or task that gives "
+        f"it",
+        step=step,
+        key=name,
+    )
+
+
+class ValueWriters:
+    """The writers of a coordinator, one a node, which end with it."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+        """Handle of the writer of each node; that of "" is on any."""
+
+    @asynccontextmanager
+    async def holding(self, ref: Any, attempt: str) -> AsyncIterator[Any]:
+        """Lends the writer of a node that has an object, and lets it drop the value afterwards.
+
+        Args:
+            ref: Reference of an object that is there.
+            attempt: Attempt for which the writer holds the value.
+        """
+        nodes = await asyncio.to_thread(ray_calls.nodes_with, ref)
+        node = next((one for one in nodes if one in self._made), nodes[0] if nodes else "")
+        actor = self._made.get(node) or self._make(node)
+        try:
+            yield actor
+        except RayActorError:
+            self._made.pop(node, None)  # It is dead; the next value gets another one.
+            raise
+        finally:
+            with suppress(RayError):
+                actor.drop.remote(attempt)
+
+    def _make(self, node: str) -> Any:
+        # Why soft: the node may be gone by now, and another one fetches the object then.
+        place: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+        made = ray.remote(ValueWriter).options(
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=MOST_VALUES,
+            scheduling_strategy=place,
+        )
+        self._made[node] = made.remote()
+        return self._made[node]
+
+
+def read_value(place: AnyPlace, *, is_wrapped: bool) -> Any:
+    """Returns the value of a part: tensors are tensors, as they were saved.
+
+    Args:
+        place: Place of the part.
+        is_wrapped: Whether it was wrapped when it was saved.
+
+    Raises:
+        CheckpointError: As `read_state_dict`.
+    """
+    found = read_state_dict(place)
+    return found[WRAPPED] if is_wrapped else found
+
+
+def value_ref(place: AnyPlace, node: str, *, is_wrapped: bool) -> Any:
+    """Returns the reference of a task that reads a value.
+
+    Args:
+        place: Place of the part.
+        node: Hex id of the node that should read it; "" for any.
+        is_wrapped: Whether it was wrapped when it was saved.
+    """
+    where: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+    read: Any = read_value  # Ray's stub has no keyword arguments.
+    task: Any = ray.remote(read)
+    return task.options(num_cpus=0, scheduling_strategy=where).remote(place, is_wrapped=is_wrapped)
+
+
+def verify_all(places: Sequence[AnyPlace]) -> list[VerifyReport]:
+    """Returns what `verify` finds at each place, by tasks on the nodes of the cluster.
+
+    Raises:
+        CheckpointError: As `verify`.
+    """
+    task: Any = ray.remote(verify)
+    run = task.options(num_cpus=0, scheduling_strategy="SPREAD").remote
+    try:
+        found: list[VerifyReport] = ray_calls.get([run(place) for place in places])
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, CheckpointError) else error) from None
+    return found

@@ -1,0 +1,320 @@
+"""Steps of a job whose parts several processes give, in a real Ray; each of them is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed.checkpoint as stock
+from ray.util import list_named_actors
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    ParticipantError,
+    RankDisagreementError,
+)
+from ray_dcp.session.names import NAMESPACE, job_coordinator_name
+from tests.support.processes import eventually
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+PARTS = ("policy", "buffer")
+
+
+class Held:
+    """A Stateful whose state comes when a file is there, or never."""
+
+    def __init__(self, gate: Path) -> None:
+        self.gate = gate
+
+    def state_dict(self) -> dict[str, Any]:
+        assert eventually(self.gate.exists)
+        return {}
+
+
+class Worker:
+    """A process of a job: it trains, has a buffer, or drives."""
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+
+    def save(self, part: ray_dcp.Part, value: float) -> None:
+        ray_dcp.save({"w": torch.full((4,), value)}, checkpoint_id=part)
+
+    def stage(self, part: ray_dcp.Part, value: float) -> str:
+        """Returns once the bytes are copied, without a wait for the commit."""
+        self.handles.append(ray_dcp.async_save({"w": torch.full((4,), value)}, checkpoint_id=part))
+        self.handles[-1].staged(120)
+        return str(self.handles[-1].report().staging)
+
+    def never_stage(self, part: ray_dcp.Part, gate: Path) -> None:
+        ray_dcp.save({"w": Held(gate)}, checkpoint_id=part)
+
+    def load(self, part: ray_dcp.Part) -> float:
+        state = {"w": torch.zeros(4)}
+        ray_dcp.load(state, checkpoint_id=part)
+        return float(state["w"][0])
+
+    def state(self, value: float) -> dict[str, Any]:
+        return {"x": torch.full((1 << 16,), value), "next": 5, "nested": {"a": [1, (2, "b")]}}
+
+    def fail(self) -> None:
+        raise ValueError("the buffer is empty")
+
+    def same(self, value: Any) -> Any:
+        return value
+
+    # As a driver
+
+    def drive(self, root: Path, number: int, parts: tuple[str, ...]) -> ray_dcp.Part:
+        """Opens a step, and returns its first part."""
+        self.run = ray_dcp.JobCheckpoints(root, parts)
+        self.step = self.run.step(number)
+        return self.step.part(parts[0])
+
+    def leave(self) -> None:
+        with self.step:
+            pass
+
+
+@pytest.fixture(scope="module")
+def worker_class(ray_session: str) -> Any:
+    return ray.remote(Worker).options(num_cpus=0, max_concurrency=4)
+
+
+@pytest.fixture(scope="module")
+def worker(worker_class: Any) -> Any:
+    """A process that lives on."""
+    return worker_class.remote()
+
+
+def coordinator_of(root: Path) -> Any:
+    return ray.get_actor(job_coordinator_name(str(root), NAMESPACE), NAMESPACE)
+
+
+def hold_commits(root: Path, gate: Path) -> None:
+    """Has the coordinator create no record before a file is there."""
+
+    def hold(_: Any, gate: Path) -> None:
+        from ray_dcp.job import coordinator as module
+
+        real = module.create_record
+
+        def held(*arguments: Any) -> Any:
+            assert eventually(gate.exists)
+            return real(*arguments)
+
+        module.create_record = held
+
+    ray.get(coordinator_of(root).__ray_call__.remote(hold, gate))
+
+
+def committed(root: Path) -> list[int]:
+    return ray_dcp.JobCheckpoints(root, ("any",), read_only=True).all_steps()
+
+
+def has_ended(root: Path) -> bool:
+    names = {one["name"] for one in list_named_actors(all_namespaces=True)}
+    return job_coordinator_name(str(root), NAMESPACE) not in names
+
+
+def test_a_staged_step_is_committed_though_all_who_gave_its_parts_are_killed(
+    tmp_path: Path, worker: Any, worker_class: Any
+):
+    root, gate = tmp_path / "run", tmp_path / "gate"
+    driver, trainer, buffer = (worker_class.remote() for _ in range(3))
+    policy = ray.get(driver.drive.remote(root, 1, PARTS))
+    hold_commits(root, gate)
+    assert ray.get(trainer.stage.remote(policy, 1.0)) == "object_store"
+
+    def put(self: Worker, buffer: Any) -> None:
+        self.step.put("buffer", buffer.state.remote(1.5), version=3)
+
+    ray.get(driver.__ray_call__.remote(put, buffer))
+    ray.get(driver.leave.remote())
+    for one in (driver, trainer, buffer):
+        ray.kill(one)
+    # Its parts are no step without the record.
+    assert eventually(lambda: ray_dcp.verify(root / "step-00000001" / "policy").ok)
+    assert committed(root) == []
+    gate.touch()
+    # The next driver waits for it.
+    run = ray_dcp.JobCheckpoints(root, PARTS, max_to_keep=2)
+    with run.latest() as last:
+        assert (last.step, last.versions) == (1, {"buffer": 3})
+        assert ray.get(worker.load.remote(last.part("policy"))) == 1.0
+        found = ray.get(worker.same.remote(last.ref("buffer")))
+        assert torch.equal(found.pop("x"), torch.full((1 << 16,), 1.5))
+        assert found == {"next": 5, "nested": {"a": [1, (2, "b")]}}
+    # Each part is a checkpoint by itself, also for stock DCP.
+    state = {"w": torch.zeros(4)}
+    stock.load(state, checkpoint_id=str(root / "step-00000001" / "policy"), no_dist=True)
+    assert state["w"].tolist() == [1.0] * 4
+    # And the step is one of a manager with these items.
+    items = {"policy": ray_dcp.manager.Item(), "buffer": ray_dcp.manager.Item()}
+    with ray_dcp.CheckpointManager(root, items=items, read_only=True, no_dist=True) as manager:
+        assert manager.step_info(1).items == ("buffer", "policy")
+
+    # A part of an earlier step is taken without a byte; either may be deleted.
+    for number in (2, 3):
+        with run.step(number, metrics={"loss": 0.5}) as step:
+            step.keep("policy")
+            step.put("buffer", [number])
+        assert step.result(60) == str(root / f"step-0000000{number}")
+    files = [
+        next((root / f"step-0000000{number}" / "policy").glob("*.distcp")) for number in (2, 3)
+    ]
+    assert files[0].stat().st_ino == files[1].stat().st_ino
+    assert eventually(lambda: committed(root) == [2, 3])
+    with run.latest() as last:
+        assert (last.step, last.kept_from, last.metrics) == (3, {"policy": 2}, {"loss": 0.5})
+        assert last.value("buffer") == [3]
+        assert ray.get(worker.load.remote(last.part("policy"))) == 1.0
+        with pytest.raises(InvalidRequestError, match="never changes"):
+            ray.get(worker.save.remote(last.part("policy"), 9.0))
+
+    # A damaged part means an earlier step, by name.
+    damaged = next((root / "step-00000003" / "buffer").glob("*.distcp"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"newer step 3, which is damaged: .*distcp"):
+        assert run.latest().step == 2
+    run.close()
+    assert eventually(lambda: has_ended(root))
+
+
+def give_step(
+    run: ray_dcp.JobCheckpoints, number: int, *gives: Callable[[ray_dcp.JobStep], object]
+) -> ray_dcp.JobStep:
+    """Opens a step, has its parts given, leaves it, and waits until it is committed."""
+    with run.step(number) as step:
+        for give in gives:
+            give(step)
+    step.result(60)
+    return step
+
+
+def test_a_step_of_which_a_part_fails_never_was(tmp_path: Path, worker: Any, worker_class: Any):
+    root = tmp_path / "run"
+    run = ray_dcp.JobCheckpoints(root, PARTS)
+    steps: list[ray_dcp.JobStep] = []
+
+    def policy(step: ray_dcp.JobStep, version: int | None = None) -> None:
+        steps.append(step)
+        ray.get(worker.save.remote(step.part("policy", version=version), float(step.step)))
+
+    def buffer(step: ray_dcp.JobStep, version: int | None = None) -> None:
+        step.put("buffer", {"x": step.step}, version=version)
+
+    def raising(_: object) -> None:
+        raise ValueError("of mine")
+
+    def parts_left() -> list[Path]:
+        return [*root.glob("*/policy*"), *root.glob("*/buffer*")]
+
+    with pytest.raises(CheckpointNotFoundError, match="but there is none"):
+        give_step(run, 1, lambda step: step.keep("policy"))
+    # A task that fails is the failure of the step, by name, for who asks and for who goes on.
+    with pytest.raises(ParticipantError, match=r"'buffer' of step 2.*the buffer is empty"):
+        give_step(run, 2, policy, lambda step: step.put("buffer", worker.fail.remote()))
+    with pytest.raises(ParticipantError, match="the buffer is empty"):
+        steps[0].result(60)
+    with pytest.raises(InvalidRequestError, match=r"given up.*the buffer is empty"):
+        policy(steps[0])
+    assert parts_left() == []
+    # Parts with versions are of one.
+    with pytest.raises(RankDisagreementError, match=r"policy has 1, buffer has 2"):
+        give_step(run, 3, partial(policy, version=1), partial(buffer, version=2))
+    with pytest.raises(ValueError, match="of mine"):
+        give_step(run, 4, buffer, raising)
+
+    # A rank that dies while its part is staged.
+    def dying(step: ray_dcp.JobStep) -> None:
+        trainer = worker_class.remote()
+        trainer.never_stage.remote(step.part("policy"), tmp_path / "never")
+        assert eventually(lambda: step.report().parts["policy"].is_begun)
+        ray.kill(trainer)
+
+    with pytest.raises(ParticipantError, match=r"'policy' of step 5 .* rank 0"):
+        give_step(run, 5, buffer, dying)
+    assert parts_left() == []
+    with pytest.raises(InvalidRequestError, match="saves it already"):
+        give_step(run, 6, policy, policy)
+    with pytest.raises(InvalidRequestError, match="'other'"):
+        steps[0].part("other")
+    assert committed(root) == []
+    # After all of that, a step is committed.
+    step = give_step(run, 6, buffer, policy)
+    with run.latest() as last:
+        assert ray.get(worker.load.remote(last.part("policy"))) == 6.0
+    with pytest.raises(InvalidRequestError, match="may never be committed"):
+        ray.get(worker.load.remote(step.part("policy")))
+    run.close()
+
+
+def test_a_run_has_one_history_whoever_is_killed_or_replaced(
+    tmp_path: Path, worker: Any, worker_class: Any
+):
+    root = tmp_path / "run"
+    driver = worker_class.remote()
+    policy = ray.get(driver.drive.remote(root, 1, PARTS))
+    # Another driver is refused while this one lives.
+    run = ray_dcp.JobCheckpoints(root, PARTS)
+    with pytest.raises(CheckpointExistsError, match="which lives"):
+        run.step(2)
+    with pytest.raises(CheckpointExistsError, match="which lives"):
+        run.latest()
+    # It dies before its part is staged: the step is given up, and the part refused.
+    ray.kill(driver)
+    assert eventually(lambda: _refused(worker, policy))
+    assert run.latest() is None
+    assert run.step(1).cancel()
+    # One that was taken over, as it was paused, commits nothing.
+    other = worker_class.remote()
+    with pytest.raises(CheckpointExistsError, match="which lives"):
+        ray.get(other.drive.remote(root, 2, PARTS))
+    stale = run.step(2)
+    taken = ray_dcp.JobCheckpoints(root, PARTS, takeover=True)
+
+    def save(step: ray_dcp.JobStep) -> None:
+        ray.get(worker.save.remote(step.part("policy"), step.step + 0.5))
+        step.put("buffer", {"x": step.step})
+
+    give_step(taken, 2, save)
+    with pytest.raises(InvalidRequestError, match=r"part 'policy' of step 2 .*given up"):
+        save(stale)
+    with pytest.raises(CheckpointExistsError, match="does not write its run any more"):
+        stale.put("policy", {"w": torch.ones(4)})
+
+    # The coordinator dies: its step fails by name, and another one goes on.
+    def kill(_: object) -> None:
+        ray.kill(coordinator_of(root))
+
+    with pytest.raises(ParticipantError, match="its actor has ended"):
+        give_step(taken, 3, save, kill)
+    assert taken.latest().step == 2
+    # A value's writer that is killed in the middle may leave a hidden file, which nobody reads.
+    assert [*(root / "step-00000003").glob("*/[!.]*")] == []
+    give_step(taken, 3, save)
+    with taken.latest() as last:
+        assert (last.step, ray.get(worker.load.remote(last.part("policy")))) == (3, 3.5)
+    taken.close()
+
+
+def _refused(worker: Any, part: ray_dcp.Part) -> bool:
+    try:
+        ray.get(worker.save.remote(part, 0.0))
+    except (InvalidRequestError, ParticipantError) as error:
+        # Why either: once nothing is being saved, the coordinator of a driver that died ends.
+        return "the driver" in str(error) or "its actor has ended" in str(error)
+    return False
