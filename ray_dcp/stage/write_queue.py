@@ -475,6 +475,8 @@ class WriteQueue:
     def _settle(self, job: Job) -> None:
         """Answers what can be answered of `more` and `seal`."""
         error = job.failure()
+        # Why: who asked has given up, and asks again.
+        job.wants_more = [one for one in job.wants_more if not one[1].done()]
         for have, future in list(job.wants_more):
             if error is not None or job.num_granted > have:
                 job.wants_more.remove((have, future))

@@ -591,7 +591,10 @@ def test_what_is_kept_is_lent_to_loads_and_counts_until_they_give_it_back(tmp_pa
     assert node.queue.borrowers() == ["load"]
     node.queue.release(rank.order.key)
     second = node.rank(share([3 * MIB], seed=1), Target(str(tmp_path / "d")), save="t")
-    waiting = node.queue.more(second.begin().order.key, 1)
+    key = second.begin().order.key
+    assert node.queue.more(key, 1).cancel()  # in vain for as long as it waits; it asks again
+    waiting = node.queue.more(key, 1)
+    assert [future for _, future in node.queue._jobs[key].wants_more] == [waiting]
     assert not eventually(waiting.done, 0.1)
     node.queue.take_back("load")
     assert waiting.result(180).num_windows == 2
