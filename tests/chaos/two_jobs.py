@@ -1,9 +1,10 @@
 """A player of two jobs on one Ray: equal and other names, namespaces and environments; one dies.
 
-In each round two jobs save and load at random, and one of them is struck: its rank, its stager or
-its coordinator is killed at a random moment. The other one must not notice: each of its calls
-succeeds, and what it saved is there with its values. What the struck one had staged when its rank
-was killed is committed, and its errors are errors of ray_dcp.
+Each job has a driver of its own: what one driver starts is one job. In each round two jobs save and
+load at random, and one of them is struck: its rank, its stager or its coordinator is killed at a
+random moment. The other one must not notice: each of its calls succeeds, and what it saved is there
+with its values. What the struck one had staged when its rank was killed is committed, and its
+errors are errors of ray_dcp.
 
 By hand: `python -m tests.chaos.two_jobs --rounds 100 --seed 1`.
 """
@@ -11,15 +12,18 @@ By hand: `python -m tests.chaos.two_jobs --rounds 100 --seed 1`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ import torch
 import ray_dcp
 from tests.support.processes import eventually
 
+RANKS = "ranks"
+"""Namespace of the ranks' actors."""
 SIZES = (1 << 10, 1 << 18, 1 << 22)
 STRIKES = ("nothing", "rank", "stager", "coordinator")
 
@@ -72,17 +78,54 @@ class Rank:
         return "" if bool((found["w"] == value).all()) else "!wrong values"
 
 
-def play(seed: int, folder: Path) -> tuple[str, list[str]]:
+class Driver:
+    """The driver of a job, in a process of its own; it starts ranks."""
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-m", "tests.chaos.two_jobs", "--driver", address]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True,
+        )  # fmt: skip
+
+    def rank(self, name: str, namespace: str, profile: str) -> Any:
+        """Starts a rank of this job, and returns its handle."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        actor = secrets.token_hex(8)
+        print(json.dumps([actor, name, namespace, profile]), file=self._process.stdin, flush=True)
+        while (told := self._process.stdout.readline().strip()) != actor:
+            assert told, "the driver of a job has ended"
+        return ray.get_actor(actor, namespace=RANKS)
+
+    def close(self) -> None:
+        """Ends the driver."""
+        self._process.communicate(timeout=60)
+
+
+def drive(address: str) -> None:
+    """Starts each rank that is asked for by a line, until there are no more lines."""
+    ray.init(address, log_to_driver=False)
+    for line in sys.stdin:
+        actor, name, namespace, profile = json.loads(line)
+        ray.remote(num_cpus=0)(Rank).options(
+            name=actor,
+            namespace=RANKS,
+            lifetime="detached",  # so that the player has its handle, too
+            runtime_env={"env_vars": {"AWS_PROFILE": profile}},
+        ).remote(name, namespace)
+        print(actor, flush=True)
+
+
+def play(seed: int, folder: Path, drivers: Sequence[Driver]) -> tuple[str, list[str]]:
     """Plays a round; returns what was struck, and what the jobs noticed of each other."""
     chance, mark = random.Random(seed), secrets.token_hex(4)
     names = [f"train-{mark}", f"train-{mark}" if chance.random() < 0.5 else f"train-{mark}:1"]
     spaces = ["team-A", "team-A" if names[0] != names[1] and chance.random() < 0.5 else "team-B"]
     profiles = ["a", chance.choice(["a", "b"])]
     made = [
-        ray.remote(num_cpus=0)(Rank)
-        .options(runtime_env={"env_vars": {"AWS_PROFILE": profile}})
-        .remote(name, space)
-        for name, space, profile in zip(names, spaces, profiles, strict=True)
+        driver.rank(name, space, profile)
+        for driver, name, space, profile in zip(drivers, names, spaces, profiles, strict=True)
     ]
     victim = chance.randrange(2)
     other, struck = made[1 - victim], made[victim]
@@ -132,24 +175,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--driver", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.driver:
+        drive(chosen.driver)
+        return
     root = Path(tempfile.mkdtemp(prefix="two-jobs-"))
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
         num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False
     )
+    drivers = [Driver(ray.get_runtime_context().gcs_address) for _ in range(2)]
     kinds, bad = Counter[str](), 0
     try:
         for number in range(chosen.rounds):
             folder = root / str(number)
             folder.mkdir()
-            kind, wrong = play(chosen.seed + number, folder)
+            kind, wrong = play(chosen.seed + number, folder, drivers)
             kinds[kind] += 1
             bad += bool(wrong)
             for one in wrong:
                 print(f"round {number} (seed {chosen.seed + number}, {kind}): {one}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
     finally:
+        for driver in drivers:
+            driver.close()
         ray.shutdown()
         shutil.rmtree(root, ignore_errors=True)
     for kind, count in sorted(kinds.items()):
