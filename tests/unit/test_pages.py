@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import json
 import pydoc
@@ -13,7 +15,11 @@ import pytest
 from ray_dcp.cli.main import COMMANDS
 
 REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "ray_dcp"
 DOCS = REPOSITORY / "docs"
+FOR_DEVELOPERS = {
+    name: (REPOSITORY / name).read_text() for name in ("CONTRIBUTING.md", "ray_dcp/DESIGN.md")
+}
 PAGES = {
     page.relative_to(REPOSITORY).as_posix(): page.read_text()
     for page in (REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md")))
@@ -70,9 +76,9 @@ def test_every_command_that_is_shown_exists():
     assert shown <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES | FOR_DEVELOPERS)
 def test_every_linked_file_exists(page: str):
-    links = re.findall(r"\]\(([^)#:]+)[)#]", PAGES[page])
+    links = re.findall(r"\]\(([^)#:]+)[)#]", (PAGES | FOR_DEVELOPERS)[page])
     assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
 
@@ -121,3 +127,78 @@ def test_every_difference_from_dcp_names_its_test():
     for test in tests.values():
         path, _, name = test.partition("::")
         assert f"def {name}(" in (REPOSITORY / path).read_text(), test
+
+
+# --- the way through the code ---------------------------------------------------------------------
+
+
+def section(page: str, start: str, stop: str) -> str:
+    """Returns the part of a page between two texts that it has."""
+    text = FOR_DEVELOPERS[page].partition(start)[2]
+    assert text
+    found, end, _ = text.partition(stop)
+    assert end
+    return found
+
+
+def is_defined(name: str) -> bool:
+    """Returns whether `module:name` or `module:Class.name` is in the package, without imports."""
+    module, _, path = name.partition(":")
+    file = PACKAGE / f"{module.replace('.', '/')}.py"
+    body: list[ast.stmt] = ast.parse(file.read_text()).body if file.exists() else []
+    for part in path.split("."):
+        found = [node for node in body if part in names_of(node)]
+        body = list(getattr(found[0], "body", [])) if found else []
+        if not found:
+            return False
+    return True
+
+
+def names_of(node: ast.stmt) -> list[str]:
+    """Returns the names that a statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@pytest.mark.parametrize("page", FOR_DEVELOPERS)
+def test_what_the_pages_for_developers_name_is_there(page: str):
+    """Who moves one of these changes the page with it."""
+    named = re.findall(
+        r"`([a-z_]+(?:\.[a-z_]+)*:[A-Za-z_]+(?:\.[A-Za-z_]+)?)`", FOR_DEVELOPERS[page]
+    )
+    assert len(named) > 30
+    assert [name for name in named if not is_defined(name)] == []
+    assert not is_defined("saving:saved")
+    assert not is_defined("rank.rank_save:RankSave.joined")
+
+
+def test_a_save_has_20_stops_and_a_load_12():
+    for start, stop, count in (
+        ("**One save in 20 stops**", "**One load", 20),
+        ("**One load in 12 stops**", "## 2.", 12),
+    ):
+        stops = re.findall(r"^(\d+)\. `[a-z_.]+:", section("ray_dcp/DESIGN.md", start, stop), re.M)
+        assert [int(number) for number in stops] == list(range(1, count + 1))
+
+
+def test_the_twenty_words_are_twenty():
+    words = section("ray_dcp/DESIGN.md", "**Twenty words.**", "**One save")
+    assert len(set(re.findall(r"\*([a-z ]+)\*", words)) | {".metadata"}) >= 20
+
+
+def test_what_to_change_for_20_changes_is_said():
+    rows = section("CONTRIBUTING.md", "### What do I change for", "### What changes together")
+    assert rows.count("\n| ") > 20
+    assert len(re.findall(r"^\| [^|]+ \| .*`[a-z_.]+:\w+", rows, re.M)) >= 20
+
+
+def test_the_table_of_modules_is_that_of_their_docstrings():
+    script = DOCS / "make_modules.py"
+    spec = importlib.util.spec_from_file_location("make_modules", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.page() == module.PAGE.read_text(), "run: python docs/make_modules.py"
