@@ -186,6 +186,21 @@ class Liveness:
         >>> now[0] = 2.0
         >>> liveness.describe(OpKey("run", 4), 1)
         'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
+
+        Two ranks join operation 5 at 10 s, with `heartbeat_timeout_s=60`. Rank 0 says at 65 s that
+        it writes, so it counts as present until 125 s. Rank 1 was last heard at 10 s: at 70 s it is
+        frozen, whatever the deadline of the phase.
+
+        >>> now[0], key = 10.0, OpKey("run", 5)
+        >>> for rank in (0, 1):
+        ...     liveness.requested(key, rank, timeout_s=60.0)
+        >>> now[0] = 65.0
+        >>> liveness.heartbeat(Heartbeat("run", 0, 60.0, (Doing(5, 5, "writing"),)))
+        >>> liveness.due_s(key)
+        {1: 70.0, 0: 125.0}
+        >>> now[0] = 70.0
+        >>> list(liveness.silent(key))
+        [1]
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -120,6 +120,29 @@ class Vote:
         slot: The slot that is tried now.
         at_stake: Whether a manifest of the attempt was tried, so that it may exist or still appear.
         decided_by: The last commit or delete of another attempt that was seen; None if none was.
+
+    Examples:
+        The place has manifests in slots 1 and 3. E was planned then, and aims at slot 4. The abort
+        record of D is there: E goes on to slot 5. Its answer is lost, so it looks; the record in
+        slot 5 is its own.
+
+        >>> target, attempt = Target("s3://bucket/run/step-5"), "e" * 16
+        >>> vote = Vote(target, attempt, slot=4)
+        >>> vote.commit(b"manifest of E").slot
+        4
+        >>> vote.advance(SlotTaken(4, "d" * 16, is_abort=True, record=b"")).slot
+        5
+        >>> vote.advance(Failed(CheckpointError("no answer"))).slot, vote.at_stake
+        (5, True)
+        >>> vote.advance(SlotTaken(5, attempt, is_abort=False, record=b"manifest of E"))
+        Won(slot=5, record=b'manifest of E')
+
+        Had F committed in slot 5 meanwhile, E would have lost, and left its files to F's collector:
+
+        >>> vote = Vote(target, attempt, slot=5)
+        >>> _ = vote.commit(b"manifest of E")
+        >>> vote.advance(SlotTaken(5, "f" * 16, is_abort=False, record=b""))
+        Lost(slot=5, attempt='ffffffffffffffff', is_delete=False)
     """
 
     def __init__(

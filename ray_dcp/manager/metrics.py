@@ -35,6 +35,7 @@ def check_metrics(
             on saving.
 
     Examples:
+        >>> from ray_dcp.manager import BestN
         >>> check_metrics({"loss": 1}, BestN(2, "loss"))
         {'loss': 1.0}
         >>> check_metrics({"loss": None}, BestN(2, "loss"))

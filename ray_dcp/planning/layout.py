@@ -60,6 +60,32 @@ def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> FileLayout:
         held: Items of all ranks.
         pieces: What is written.
         part_bytes: Target length of a file; a rank's share is cut into nearly equal parts.
+
+    Examples:
+        Tensors of 70,000, 5 and 3 bytes, and an object. A frame of 320 bytes, the head of a zip, is
+        before each payload (384 before that on a page: it is padded). The small ones come first, at
+        320 and 960, which are multiples of 64; the large one begins on the page at 4,096. The
+        object has no place yet: it follows where the file's fixed bytes end.
+
+        >>> from ray_dcp.core.columns import ColumnsBuilder
+        >>> from ray_dcp.planning.merge import distinct_boxes, merge
+        >>> from ray_dcp.planning.share_out import share_out
+        >>> builder = ColumnsBuilder()
+        >>> for name, num_bytes in (("large", 70_000), ("small", 5), ("tiny", 3)):
+        ...     _ = builder.tensor(name, "uint8", (num_bytes,))
+        >>> _ = builder.object("object")
+        >>> held = merge([builder.build()])
+        >>> pieces = share_out(held, distinct_boxes(held), world_size=1, min_piece_bytes=1)
+        >>> layout = lay_out(held, pieces, part_bytes=1 << 30)
+        >>> table = layout.table
+        >>> for tensor, item, payload in zip(table.tensor, table.item_offset, table.payload_offset):
+        ...     print(f"{table.names[tensor]}: item at {item}, payload at {payload}")
+        small: item at 0, payload at 320
+        tiny: item at 640, payload at 960
+        large: item at 3712, payload at 4096
+        object: item at -1, payload at -1
+        >>> table.files, layout.file_bytes.tolist()
+        (('__0_0.{attempt}.distcp',), [74364])
     """
     order = _in_file_order(held, pieces)
     file, part = _in_parts(held, pieces, order, part_bytes)

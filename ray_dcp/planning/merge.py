@@ -94,6 +94,30 @@ def merge(columns: Sequence[Columns]) -> Held:
 
     Args:
         columns: Columns of each rank; at least one.
+
+    Examples:
+        Each of two ranks holds two rows of a 4 x 2 matrix `w`, and all of a bias `b`; rank 0 also
+        has a counter. That are five items, of three names:
+
+        >>> from ray_dcp.core.columns import ColumnsBuilder
+        >>> def columns_of(rank):
+        ...     builder = ColumnsBuilder()
+        ...     builder.tensor("w", "float32", (4, 2), offset=(2 * rank, 0), size=(2, 2))
+        ...     builder.tensor("b", "float32", (2,))
+        ...     if rank == 0:
+        ...         builder.object("step")
+        ...     return builder.build()
+        >>> held = merge([columns_of(rank) for rank in (0, 1)])
+        >>> [(held.names[name], rank) for name, rank in zip(held.name.tolist(), held.rank.tolist())]
+        [('w', 0), ('b', 0), ('step', 0), ('w', 1), ('b', 1)]
+
+        They hold four distinct boxes. `holder` lists the rows that hold each, one box after the
+        other; `start` says where a box begins there. The second box, `b`, is held by rows 1 and 4:
+        rank 0 or rank 1 may write it, or both a part.
+
+        >>> boxes = distinct_boxes(held)
+        >>> boxes.row.tolist(), boxes.start.tolist(), boxes.holder.tolist()
+        ([0, 1, 2, 3], [0, 1, 3, 4, 5], [0, 1, 4, 2, 3])
     """
     names: dict[str, int] = {}
     paths: list[NamePath | None] = []

@@ -285,6 +285,31 @@ def share_out(
 
     Raises:
         UnsupportedValueError: A dtype is unknown; the message names all FQNs concerned.
+
+    Examples:
+        Two ranks hold 100 bytes `x` that they may split, and 40 bytes `y`; rank 0 alone holds 20
+        bytes `z`. Rank 0 writes `z` in any case; the other 140 bytes lift both to 80. On the line
+        of `x` and `y`, rank 0 has the first 60 bytes, so that `x` is cut there; the middle of `y`
+        lies in the share of rank 1.
+
+        >>> from ray_dcp.core.columns import ColumnsBuilder
+        >>> from ray_dcp.planning.merge import distinct_boxes, merge
+        >>> def columns_of(rank):
+        ...     builder = ColumnsBuilder()
+        ...     builder.tensor("x", "uint8", (100,), splittable=True)
+        ...     builder.tensor("y", "uint8", (40,))
+        ...     if rank == 0:
+        ...         builder.tensor("z", "uint8", (20,))
+        ...     return builder.build()
+        >>> held = merge([columns_of(rank) for rank in (0, 1)])
+        >>> pieces = share_out(held, distinct_boxes(held), world_size=2, min_piece_bytes=1)
+        >>> for row, start, num_bytes in zip(pieces.held, pieces.start, pieces.num_bytes):
+        ...     print(f"rank {held.rank[row]}: {num_bytes} bytes of", held.names[held.name[row]],
+        ...           f"from byte {start} on")
+        rank 0: 20 bytes of z from byte 0 on
+        rank 1: 40 bytes of y from byte 0 on
+        rank 0: 60 bytes of x from byte 0 on
+        rank 1: 40 bytes of x from byte 60 on
     """
     itemsize = _itemsizes(held, boxes)
     num_bytes = volume(held.size[boxes.row]) * itemsize

@@ -95,6 +95,28 @@ def lay_out_windows(
 
     Complexity:
         O(pieces) in numpy, and a few steps of Python for each window.
+
+    Examples:
+        A rank writes 5 bytes and 3,000,000 bytes, whose checksum blocks have 16,384, and a window
+        has 2 MiB. The large piece begins on a page, as in its file. Of the 2,093,056 bytes that are
+        left in the first window it fills 127 whole blocks, 2,080,768 bytes, as a block is verified
+        in one window; the other 919,232 bytes begin the second one.
+
+        >>> from ray_dcp.core.columns import ColumnsBuilder
+        >>> from ray_dcp.planning.global_plan import make_plan, rank_plan
+        >>> builder = ColumnsBuilder()
+        >>> _ = builder.tensor("large", "uint8", (3_000_000,))
+        >>> _ = builder.tensor("small", "uint8", (5,))
+        >>> plan = rank_plan(make_plan([builder.build()]), 0)
+        >>> layout = lay_out_windows(plan, [()], 2 << 20)
+        >>> for number, offset, piece, start, num_bytes in zip(
+        ...     layout.window, layout.offset, layout.piece, layout.start, layout.num_bytes
+        ... ):
+        ...     print(f"window {number}, byte {offset}: {num_bytes} bytes of piece {piece} "
+        ...           f"from {start} on")
+        window 0, byte 0: 5 bytes of piece 0 from 0 on
+        window 0, byte 4096: 2080768 bytes of piece 1 from 0 on
+        window 1, byte 0: 919232 bytes of piece 1 from 2080768 on
     """
     lines = [
         _pieces(index, file, lengths)

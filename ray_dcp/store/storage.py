@@ -356,6 +356,7 @@ def place_of(storage: Storage) -> str:
     A storage may have an optional attribute `place`, if its URL does not name the server.
 
     Examples:
+        >>> from ray_dcp.store.memory import MemoryStorage
         >>> place_of(MemoryStorage("run"))
         'memory://run'
     """
