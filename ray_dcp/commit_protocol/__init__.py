@@ -2,5 +2,5 @@
 
 A machine receives events (requests of ranks, results of tasks, expired timers) and returns commands
 for its executor. `coordination` has all machines of a coordinator; `save` and `load` are the
-machines; `vote` decides which attempt wins a slot.
+machines; `vote` decides which attempt wins a slot, `garbage` what the others leave.
 """

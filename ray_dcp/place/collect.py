@@ -6,12 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import (
-    Fenced,
-    Open,
-)
+from ray_dcp.commit_protocol.vote import Fenced, Open
 from ray_dcp.errors import CheckpointError
-from ray_dcp.place.delete import _make_room
+from ray_dcp.place.delete import make_room
 from ray_dcp.place.garbage import check_readable, find_dead
 from ray_dcp.place.listing import (
     CollectReport,
@@ -95,7 +92,7 @@ def collect(
     elif abort_unfinished and found.unfinished:
         more, refused = _fence(target, found.unfinished, opener)
         fenced += more
-        if any(map(is_full, refused)) and _make_room(place):
+        if any(map(is_full, refused)) and make_room(place):
             again, refused = _fence(target, set(found.unfinished) - {*fenced}, opener)
             fenced += again
         warnings += refused

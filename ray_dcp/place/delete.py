@@ -14,17 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ray_dcp.commit_protocol.garbage import attempts_of, sweep, verdicts
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import (
-    Decision,
-    Fenced,
-    Open,
-    Vote,
-    Won,
-    attempts_of,
-    sweep,
-    verdicts,
-)
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.format.save_trace import trace_key
@@ -127,7 +119,7 @@ def delete(
             case Fenced():
                 raise ended(storage.url)
             case Open(error):
-                if is_full(error) and not is_freed and _make_room(place):
+                if is_full(error) and not is_freed and make_room(place):
                     is_freed = True
                     continue
                 unsure = copy.copy(error)
@@ -140,7 +132,7 @@ def delete(
     )
 
 
-def _make_room(place: Listing) -> bool:
+def make_room(place: Listing) -> bool:
     """Deletes unused files on a full disk; returns whether there were any.
 
     These are files that a record decides against, and the trace of the current checkpoint.

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ray_dcp.commit_protocol.vote import (
-    GarbagePlan,
-    sweep,
-)
+from ray_dcp.commit_protocol.garbage import GarbagePlan, sweep
 from ray_dcp.place.listing import (
     Listing,
     named_by_metadata,

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ray_dcp.commit_protocol.vote import (
-    GarbagePlan,
-    KeptFile,
-    attempts_of,
-    owner_of,
-)
+from ray_dcp.commit_protocol.garbage import GarbagePlan, KeptFile, attempts_of, owner_of
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import (
     CheckpointError,

@@ -6,12 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ray_dcp.commit_protocol.commands import Overtaken
-from ray_dcp.commit_protocol.vote import (
-    Fenced,
-    Lost,
-    Won,
-    was_committed,
-)
+from ray_dcp.commit_protocol.garbage import was_committed
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.errors import (
     DamagedCheckpointError,
 )

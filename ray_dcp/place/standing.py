@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ray_dcp.commit_protocol.commands import RecordsRead
-from ray_dcp.commit_protocol.vote import (
-    attempts_of,
-    left_by_others,
-    verdicts,
-)
+from ray_dcp.commit_protocol.garbage import attempts_of, left_by_others, verdicts
 from ray_dcp.format.manifest import (
     Manifest,
 )

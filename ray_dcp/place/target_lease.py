@@ -20,8 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ray_dcp.commit_protocol.garbage import LEASE, owner_of, sweep
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import LEASE, Fenced, Lost, Open, Won, owner_of, sweep
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, CommitUnknownError
 from ray_dcp.io.lease_holders import (
     BEATS,

@@ -35,8 +35,8 @@ from typing import Any
 
 from ray_dcp.commit_protocol.commands import Result, Task, WriteTable
 from ray_dcp.commit_protocol.error_aggregation import exchanged
+from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Exchange, Target
-from ray_dcp.commit_protocol.vote import owner_of
 from ray_dcp.coordinator.tasks import perform
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions

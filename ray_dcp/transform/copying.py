@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from ray_dcp import events
 from ray_dcp.commit_protocol.commands import RecordsRead
 from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, undecided
+from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won, owner_of
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.processes import Stop, collector_paused, run_tasks
 from ray_dcp.errors import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ray_dcp.commit_protocol.vote import owner_of
+from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.opening import open_storage
@@ -16,9 +16,6 @@ from ray_dcp.view.run_listing import (
     folders_above,
     readable_entries,
 )
-
-if TYPE_CHECKING:
-    pass
 from ray_dcp.view.run_view import RunView, StepView
 
 Kind = Literal["data", "left", "records", "other"]

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ray_dcp.commit_protocol.vote import attempts_of
+from ray_dcp.commit_protocol.garbage import attempts_of
 from ray_dcp.core.processes import collector_paused, run_tasks
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError

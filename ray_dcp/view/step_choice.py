@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ray_dcp.errors import (
     CheckpointError,
@@ -20,10 +20,6 @@ from ray_dcp.view.wording import (
     few,
     nearest,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 Listed = TypeVar("Listed", bound=ListedCheckpoint)
 

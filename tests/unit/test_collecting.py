@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 
 from ray_dcp import errors
 from ray_dcp.commit_protocol import commands
+from ray_dcp.commit_protocol.garbage import MOST_DECIDED, owner_of, sweep, verdicts, was_committed
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import (
-    MOST_DECIDED,
-    Fenced,
-    Lost,
-    owner_of,
-    sweep,
-    verdicts,
-    was_committed,
-)
+from ray_dcp.commit_protocol.vote import Fenced, Lost
 from ray_dcp.coordinator.tasks import perform
 from ray_dcp.format.manifest import (
     AbortRecord,
