@@ -683,6 +683,10 @@ class Coordinator(CoordinatorLoop):
         """Accepts a rank's message about shared reads; see `SharedReadDispatch.share`."""
         return await self._shared_reads.share(message)
 
+    async def renew(self, variables: StorageVariables) -> None:
+        """Takes what storages read in the environment now: rank 0 has other keys."""
+        variables.become()
+
     async def leave(self, session: str, rank: int) -> None:
         """See `CoordinatorLoop.leave`."""
         self._members.remove(session, rank)

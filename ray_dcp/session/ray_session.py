@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, Heartbeat, HeartbeatAck
-from ray_dcp.commit_protocol.messages import OpKey, Reply, Request
+from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, SaveJoin
 from ray_dcp.coordinator.actor import coordinator_of
 from ray_dcp.coordinator.gatherer import GatheredCalls
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
@@ -34,6 +34,7 @@ from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.session import LEASE_S, MARGIN_S, Connection, Session, named_address, sessions
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.stager_options import StagerOptions
+from ray_dcp.store.environment import StorageVariables
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""
@@ -302,6 +303,7 @@ class RaySession(Session):
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._handle: Any = None
+        self._variables: StorageVariables | None = None
         self.connection = Connection(repr(self), rank)
         self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
@@ -344,6 +346,12 @@ class RaySession(Session):
         """
         self._check_open()
         self._ask("register", self.name, self.rank, self._sender, timeout_s=MARGIN_S)
+
+    def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
+        """See `Session.call`."""
+        if self.rank == 0 and isinstance(request, SaveJoin):
+            self._renew_variables()
+        return super().call(request, silence_s=silence_s)
 
     def enter(self, token: str, timeout_s: float) -> str:
         """Returns the generation on which all ranks of this name agree.
@@ -420,14 +428,22 @@ class RaySession(Session):
             uncounted_s=uncounted_s,
         )
 
+    def _renew_variables(self) -> None:
+        """Passes the coordinator what storages read in the environment, if that has changed."""
+        variables = ray_calls.storage_variables()
+        if self._variables is not None and variables.values != self._variables.values:
+            self._ask("renew", variables, timeout_s=MARGIN_S)
+            self._variables = variables
+
     def _look_up(self, fresh: bool) -> Any:
         self.connection.check()
         with self._lock:
             if fresh or self._handle is None:
+                self._variables = ray_calls.storage_variables()
                 self._handle = coordinator_of(
                     self._actor,
                     namespace=self.namespace,
                     lease_s=self.lease_s,
-                    variables=ray_calls.storage_variables(),
+                    variables=self._variables,
                 )
             return self._handle

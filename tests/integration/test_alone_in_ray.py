@@ -130,23 +130,34 @@ class Rank:
         self.rank = rank
         os.environ.update(variables)
 
-    def save(self, name: str, path: str) -> str:
-        session = ray_dcp.connect(rank=self.rank, world_size=2, name=name)
+    def begin(self, name: str) -> None:
+        self.session = ray_dcp.connect(rank=self.rank, world_size=2, name=name)
+
+    def save(self, path: str, secret: str) -> str:
+        os.environ["AWS_SECRET_ACCESS_KEY"] = secret
+        saving = ray_dcp.async_save(state(1.0), checkpoint_id=path)
         try:
-            saving = ray_dcp.async_save(state(1.0), checkpoint_id=path)
             saving.committed(180)
-            return str(saving.report().staging)
-        finally:
-            session.close()
+        except StorageError as error:
+            return type(error).__name__
+        return str(saving.report().staging)
+
+    def end(self) -> None:
+        self.session.close()
 
 
 def test_a_group_commits_with_the_keys_that_its_ranks_set_themselves(server: DevStore):
     variables = {
         "AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": server.access_key_id,
-        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
     }  # fmt: skip
     name = secrets.token_hex(6)
     ranks = [ray.remote(Rank).options(num_cpus=0).remote(rank, variables) for rank in range(2)]
-    saved = [rank.save.remote(name, f"s3://ckpt/{name}/0") for rank in ranks]
-    assert ray.get(saved, timeout=240) == ["object_store"] * 2
+    ray.get([rank.begin.remote(name) for rank in ranks], timeout=240)
+    good = server.secret_access_key
+    for number, secret in enumerate(["expired", good]):
+        path = f"s3://ckpt/{name}/{number}"
+        saved = ray.get([rank.save.remote(path, secret) for rank in ranks], timeout=240)
+        expected = "object_store" if secret == good else "StorageRefusedError"
+        assert saved == [expected] * 2
+    ray.get([rank.end.remote() for rank in ranks])
