@@ -52,7 +52,7 @@ class WindowBudget(Generic[J]):
     """A number of bytes, granted in turn. Not thread-safe.
 
     Args:
-        limit_bytes: How many there are.
+        limit_bytes: Most bytes that may be granted at a time.
 
     Examples:
         >>> budget = WindowBudget(8)
@@ -84,8 +84,9 @@ class WindowBudget(Generic[J]):
         """Changes the limit; what is used beyond it stays until it ends.
 
         Args:
-            limit_bytes: The limit for new windows.
-            kept_bytes: What is only kept goes, until no more than this is granted.
+            limit_bytes: The limit for new windows, in bytes.
+            kept_bytes: Windows that are only kept are dropped until at most this many bytes are
+                granted.
         """
         self.limit_bytes = limit_bytes
         while _bytes_of(self._granted) > kept_bytes and self._give_up_kept():
@@ -108,9 +109,10 @@ class WindowBudget(Generic[J]):
         """Registers a job, which waits for room from now on.
 
         Args:
-            job: Names it.
-            windows: For each window its length, at most the limit, and the files with bytes in it.
-            keep: Its windows stay after they are written, while nobody needs the room.
+            job: Key of the job.
+            windows: For each window, its length, which is at most the limit, and the files with
+                bytes in it.
+            keep: Whether its windows stay after they are written, while nobody needs the room.
         """
         if job in self._jobs:
             raise InternalError(f"expected a new job, found {job} again; please report this")

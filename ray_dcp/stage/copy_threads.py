@@ -46,7 +46,7 @@ def copy_all(pairs: Iterable[Pair]) -> None:
     The caller's thread takes part, and does all where no other gets a processor.
 
     Args:
-        pairs: Where to and where from, each uint8[n] of one length.
+        pairs: Target and source of each copy, both uint8[n] of one length.
 
     Raises:
         ValueError: Two lengths differ; nothing, some or all of the others is copied.

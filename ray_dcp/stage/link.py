@@ -68,9 +68,9 @@ class ActorLink:
     """The way to a stager that is an actor. Calls may come from several threads.
 
     Args:
-        handle: Of the actor.
-        place: What it said of itself.
-        pidfd: Of its process; -1 where it is not seen from here.
+        handle: Ray's handle of the stager.
+        place: The stager's description of its process, for messages.
+        pidfd: Descriptor of the stager's process; -1 if this process can't see it.
 
     Attributes:
         stager: Its name, different for each process that ever was one.
@@ -94,10 +94,11 @@ class ActorLink:
         """Returns what the stager answers.
 
         Args:
-            method: Of the stager.
-            *arguments: Of the method.
-            timeout_s: For the answer, in seconds.
-            silence_s: How long it may take to answer whether it lives, in seconds; None for ever.
+            method: Name of the stager's method.
+            *arguments: Arguments of the method.
+            timeout_s: Time that the answer may take, in seconds.
+            silence_s: Time that the stager may take to answer that it lives, in seconds; None for
+                no limit.
             stop: Ends the wait early, with its error.
 
         Raises:
@@ -212,16 +213,17 @@ def transfer(
     """Returns how many bytes the stager holds, when it holds them all.
 
     Args:
-        link: To the stager.
-        order: What is handed over.
-        reporter: Who gets the reports.
-        filler: Copies the fixed items; called in this thread. It is waited for as seldom as
-            windows are reported, so that a device always has something to copy.
-        deferred: Gives a deferred item's bytes.
-        variables: What the storage reads in the environment; by default that of this process.
+        link: Link to the stager.
+        order: The rank's share of the save, as it was sent to the stager.
+        reporter: Handle of the actor that receives the report of each file.
+        filler: Copies the fixed items, in this thread. It is waited for only when a window is
+            reported, so that a device always has something to copy.
+        deferred: Returns the bytes of a deferred item.
+        variables: Variables that the storage reads in the environment; by default those of this
+            process.
         waits_for: See `wait_for_room`.
-        timeout_s: How long to wait each time that the stager has no room, in seconds.
-        stop: Ends it early, with its error.
+        timeout_s: Longest wait for room at the stager, each time, in seconds.
+        stop: Ends the transfer early, with its error.
 
     Raises:
         StagerGone: It died; everything is to be handed to another one.
@@ -293,11 +295,12 @@ def wait_for_room(
     """Returns when a share has room for more windows.
 
     Args:
-        order: The share.
-        num_granted: How many windows have had room.
-        call: Calls the stager.
-        timeout_s: How long to wait, in seconds.
-        waits_for: Gets what is waited for while that is so, and an empty string at the end.
+        order: The rank's share of the save.
+        num_granted: Number of windows that have been granted.
+        call: Calls a method of the stager.
+        timeout_s: Longest wait, in seconds.
+        waits_for: Receives a description of what the rank waits for, and an empty string at the
+            end.
 
     Raises:
         NoRoomError: Saves of other sessions have had the room for `OTHERS_S`.
@@ -355,9 +358,9 @@ class _WindowObjects:
     Nothing is under way any more when the context ends.
 
     Args:
-        link: Puts them.
-        window_bytes: Length of the longest.
-        pin: Of the device that some of their bytes come from.
+        link: Link to the stager, through which objects are put.
+        window_bytes: Length of the longest window, in bytes.
+        pin: Registers memory with the device that some of the bytes come from.
     """
 
     def __init__(self, link: ActorLink, window_bytes: int, pin: Pin | None) -> None:
@@ -389,9 +392,10 @@ class _WindowObjects:
         """Begins to put a window.
 
         Args:
-            window: Its number.
-            parts: Its bytes.
-            scratch: Where some of them are; free for the next window when they are copied.
+            window: Number of the window.
+            parts: Bytes of the window, in order.
+            scratch: Memory that contains some of the parts; it is free for the next window as soon
+                as they are copied.
         """
         self._begun.append((window, begin(partial(self._link.put, parts), "put window"), scratch))
 
@@ -431,11 +435,11 @@ class RankStaging:
     Calls may come from several threads.
 
     Args:
-        name: Of this rank on the node, unique there.
-        job: Whose stager it is; see `ray_calls.job_of`.
+        name: Name of this rank, unique on its node.
+        job: The job whose stager is used; see `ray_calls.job_of`.
         namespace: Ray namespace of the stager.
         lease_s: How long an unused stager stays, in seconds.
-        options: How the node stages; those of its first rank count.
+        options: How the node stages; the options of its first rank apply.
 
     Raises:
         ParticipantError: The stager does not start or answer.
@@ -469,8 +473,8 @@ class RankStaging:
         where it could not be done.
 
         Args:
-            num_bytes: Size of the state.
-            touched: Called with the bytes of each window that was touched.
+            num_bytes: Size of the state, in bytes.
+            touched: Called with the number of bytes of each window that was touched.
         """
 
         def touch() -> None:
@@ -512,15 +516,16 @@ class RankStaging:
         call returns later then. A stager that dies meanwhile is replaced.
 
         Args:
-            key: Names this share of the attempt.
-            plan: What to write.
-            captured: Where the bytes are.
-            target: Where to write.
-            options: How; `write_timeout_s` bounds each wait for room.
+            key: Key of this rank's share of the attempt.
+            plan: The files and items to write.
+            captured: The captured items, with the sources of their bytes.
+            target: Location of the checkpoint.
+            options: Options of the save; `write_timeout_s` bounds each wait for room.
             published: See `ray_dcp.io.writer.write_pieces`.
-            reporter: Handle of the actor that gets the report of each file; see `Stager.begin`.
+            reporter: Handle of the actor that receives the report of each file; see `Stager.begin`.
             waits_for: See `wait_for_room`.
-            stop: Ends it early, with its error: where ranks share a file one waits for the others.
+            stop: Ends the staging early, with its error. Ranks that share a file wait for each
+                other.
 
         Raises:
             NoRoomError: The node's memory has no room; nothing stays at the stager.
@@ -609,7 +614,7 @@ class RankStaging:
         """Registers this rank at a stager and returns the link to it.
 
         Args:
-            not_this: A stager that is dead; its name may still be found for a moment.
+            not_this: Handle of a stager that is dead; its name may still be found for a moment.
 
         Raises:
             ParticipantError: It does not come or answer.
@@ -691,6 +696,7 @@ class Staged:
         """Reports that the outcome is known: nobody needs the reports again, nor the bytes.
 
         Args:
-            committed: The save was; what it is to keep in memory stays then.
+            committed: Whether the save was committed; the bytes that are to be kept in memory then
+                stay.
         """
         self._link.post("release", self.key, committed)

@@ -50,10 +50,10 @@ class MemoryTierStorage(StorageWrapper):
     Other nodes are asked when this one lacks a file.
 
     Args:
-        inner: Where everything is.
+        inner: The storage that has all bytes.
         attempt: Id of the attempt.
         namespace: Ray namespace of the stagers.
-        here: Handles of this node's stagers.
+        here: Handles of the stagers of this node.
 
     Attributes:
         bytes_from_memory: How many bytes were taken from there.
@@ -157,8 +157,8 @@ class NodeMemory:
         """Returns a storage that takes from memory what the nodes keep of an attempt.
 
         Args:
-            storage: Where everything is.
-            attempt: Id of the attempt that is to be loaded.
+            storage: The storage that has all bytes.
+            attempt: Id of the attempt to load.
 
         Returns:
             None when there is no Ray here, or nothing is kept.
@@ -179,9 +179,9 @@ class NodeMemory:
         moment: to load what is older would lose it.
 
         Args:
-            url: Of the checkpoint, or of the folder that it is in.
-            timeout_s: How long to wait at most, in seconds.
-            stop: Asked to stop.
+            url: URL of the checkpoint, or of the folder that contains it.
+            timeout_s: Longest wait, in seconds.
+            stop: Ends the wait early.
         """
         ray = _ray()
         stagers: list[Any] = []
@@ -223,7 +223,7 @@ def memory_of(session: object) -> NodeMemory:
     """Returns what is in memory for loads of a session: what its own stagers keep.
 
     Args:
-        session: Of this rank; one of a process that is alone has no stagers of its own.
+        session: Session of this rank; the session of a process that is alone has no stagers.
     """
     return NodeMemory(getattr(session, "namespace", NAMESPACE))
 
@@ -296,9 +296,9 @@ class _InMemory:
     """One file in the memory of a node.
 
     Args:
-        file: Where its bytes lie.
+        file: Index of the file's bytes in memory.
         stager: Handle of the stager that keeps it.
-        loan: What this process has mapped of that; None on another node.
+        loan: The windows of the stager that this process has mapped; None on another node.
     """
 
     def __init__(self, file: TierFile, stager: Any, loan: _Loan | None) -> None:

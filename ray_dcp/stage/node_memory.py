@@ -45,9 +45,10 @@ class ObjectStoreFile:
     """The file in which a node's object store keeps its bytes.
 
     Args:
-        path: The file, by the table of the process that has it open, as it has no name; or the
-            directory that it is in; None if neither is known: then only memory is looked at.
-        directory: Its directory, for messages.
+        path: Path of the store's file in the descriptor table of the process that has it open, as
+            the file has no name; or the directory that contains it. If None, neither is known, and
+            only the node's memory is looked at.
+        directory: Directory of the file, for messages.
 
     Examples:
         >>> with ObjectStoreFile(None).room(1):
@@ -84,7 +85,7 @@ class ObjectStoreFile:
         """Lends room for an object that is written within the context.
 
         Args:
-            num_bytes: Length of the object.
+            num_bytes: Length of the object, in bytes.
 
         Raises:
             NoRoomError: There is none, or another process holds the turn for longer than `TURN_S`.
@@ -209,9 +210,9 @@ def free_memory_bytes(
     has below its limit. What can't be read does not limit.
 
     Args:
-        meminfo: Of the machine.
-        groups: Of this process.
-        mounted: Where control groups are mounted.
+        meminfo: Path of the machine's memory table.
+        groups: Path of the table of this process's control groups.
+        mounted: Directory where control groups are mounted.
     """
     free = [1 << 62]
     with suppress(OSError, ValueError, KeyError):

@@ -93,9 +93,9 @@ class Lease:
     """Memory that nobody else gets until it is given back.
 
     Args:
-        owner: Whose.
-        area: The memory.
-        num_bytes: How much of it is asked for.
+        owner: The memory that the area belongs to.
+        area: The area that is leased.
+        num_bytes: Number of bytes asked for.
 
     Attributes:
         view: Writable, one dimension of bytes, `num_bytes` long.
@@ -110,8 +110,8 @@ class Lease:
         """Registers a piece of `PIECE_BYTES` with a device's driver, until the memory goes.
 
         Args:
-            pin: Of the driver; None where there is no need.
-            piece: Its number.
+            pin: Registers memory with the driver; None if that is not needed.
+            piece: Number of the piece.
         """
         if self._area is not None and pin is not None:
             self._area.pin(pin, piece)
@@ -150,7 +150,7 @@ class PrivateMemory:
         """Returns memory of at least one length, whose content is whatever it was.
 
         Args:
-            num_bytes: How much.
+            num_bytes: Number of bytes to lease.
 
         Raises:
             MemoryError: There is no more.

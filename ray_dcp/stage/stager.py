@@ -116,10 +116,10 @@ class Stager:
     """Holds and writes staged bytes.
 
     Args:
-        lease_s: It leaves after so many seconds without calls, ranks and work.
-        options: How to stage.
+        lease_s: The stager exits after this time without calls, ranks and work, in seconds.
+        options: How the node stages.
         actor: Name of this actor.
-        namespace: Its Ray namespace.
+        namespace: Ray namespace of this actor.
     """
 
     def __init__(self, lease_s: float, options: StagerOptions, actor: str, namespace: str) -> None:
@@ -184,11 +184,12 @@ class Stager:
         """Registers a rank. The stager stays while a registered rank lives, and notices its death.
 
         Args:
-            name: Of the rank on this node; a process that comes under it replaces another one.
-            process: Names its process.
-            caller: Who it is for Ray.
-            pid: Its process id, if both are in one process namespace.
-            variables: What its storages read in the environment.
+            name: Name of the rank on this node; a process that enters under it replaces the one
+                before.
+            process: Name of the rank's process.
+            caller: The rank's process for Ray.
+            pid: Process id of the rank, if both are in one process namespace.
+            variables: Variables that the storages read in the environment.
         """
         self._note_call()
         variables.become()
@@ -214,8 +215,8 @@ class Stager:
         """Returns how many bytes of the store a rank may touch: its part of the budget.
 
         Args:
-            name: Of the rank.
-            num_bytes: How many it will stage.
+            name: Name of the rank on this node.
+            num_bytes: Number of bytes that the rank will stage.
         """
         self._note_call()
         others = sum(taken for other, taken in self._warmed.items() if other != name)
@@ -233,11 +234,12 @@ class Stager:
         """Registers an order and grants its first windows. See `WriteQueue.begin`.
 
         Args:
-            stager: Who is meant.
-            order: What is handed over.
-            reporter: Handle of the coordinator that gets a report of each file, or None. Its `call`
-                may come twice with the same; it answers `Ack` while the share is needed.
-            variables: What the rank's storages read in the environment now: keys are renewed.
+            stager: The stager that is meant.
+            order: The rank's share of the save.
+            reporter: Handle of the coordinator, which receives a report of each file, or None. Its
+                `call` may receive a report twice; it answers `Ack` while the share is needed.
+            variables: Variables that the rank's storages read in the environment now, as keys are
+                renewed.
         """
         self._note_call()
         if stager != self._place.stager:
@@ -249,9 +251,9 @@ class Stager:
         """Returns when more windows than `have` are granted. See `WriteQueue.more`.
 
         Args:
-            key: Whose.
-            have: How many it has.
-            wait_s: After that it returns who has the room, in seconds.
+            key: Key of the share.
+            have: Number of windows that the rank has been granted.
+            wait_s: Time in seconds after which the answer names the saves that have the room.
         """
         self._note_call()
         future = self._queue.more(key, have)
@@ -273,9 +275,9 @@ class Stager:
         """Makes room for another stager of this node; returns the most bytes that this one has.
 
         Args:
-            key: Of the other one.
-            keys: Of all stagers that it knows.
-            bound_bytes: The most that the other one has.
+            key: Key of the other stager.
+            keys: Keys of all stagers that the other one knows.
+            bound_bytes: Most bytes that the other stager has staged.
         """
         self._share.meet([key, *keys], self._own_key)
         if {key, *keys} - {self._own_key, *self._others}:
@@ -288,8 +290,8 @@ class Stager:
         """Accepts full windows. See `WriteQueue.deliver`.
 
         Args:
-            key: Whose.
-            refs: By window, the object that has its bytes (a list of buffers).
+            key: Key of the share.
+            refs: For each window, the object with its bytes, which is a list of buffers.
         """
         self._note_call()
         try:
@@ -332,9 +334,9 @@ class Stager:
         """Returns references to windows that are kept, for a load on this node; None for others.
 
         Args:
-            caller: Who loads. What it does not give back comes back with its death.
-            load: Names the load.
-            windows: Which.
+            caller: The process that loads. What it does not return is taken back when it dies.
+            load: Name of the load.
+            windows: The windows to lend.
         """
         self._note_call()
         return self._queue.lend((caller, load), windows)
@@ -529,10 +531,10 @@ async def deliver(
     """Returns the coordinator's answer to a report, which is repeated while it is out of reach.
 
     Args:
-        call: Sends it.
-        report: May come twice.
-        is_awaited: Whether the save may still need it; if not, None is returned.
-        sleep: Waits for seconds.
+        call: Sends the report.
+        report: The report; it may arrive twice.
+        is_awaited: Returns whether the save may still need the report; if not, None is returned.
+        sleep: Waits for a number of seconds.
 
     Raises:
         RayError: It refused the report twice, is dead, or out of reach for `OUT_OF_REACH_S`.
@@ -569,10 +571,10 @@ def stager_of(
 
     Args:
         node_id: Ray's hex id of the node.
-        job: See `ray_calls.job_of`.
+        job: The job of the stager; see `ray_calls.job_of`.
         namespace: Ray namespace to look in.
-        lease_s: See `Stager`; counts when the actor is made.
-        options: See `Stager`; counts when the actor is made.
+        lease_s: See `Stager`; applies if the actor is created.
+        options: See `Stager`; applies if the actor is created.
     """
     name = stager_name(node_id, job, namespace)
     actor = ray.remote(Stager).options(

@@ -62,7 +62,8 @@ def staging_backend_of(session: Any) -> StagingBackend:
     """Returns where a session's rank stages its bytes.
 
     Args:
-        session: Of this rank: a `Session`, or an `InlineSession` for a process that is alone.
+        session: Session of this rank: a `Session`, or an `InlineSession` for a process that is
+            alone.
     """
     return InProcessBackend() if session.stages_itself else StagerBackend(session)
 
@@ -86,7 +87,7 @@ class InProcessBackend:
     """Stages in this process: training goes on, but the save dies with the process.
 
     Args:
-        opener: What opens the storage.
+        opener: Opens the storage.
 
     Attributes:
         kind: `SaveReport.staging`.
@@ -172,7 +173,7 @@ class StagerBackend:
     """Stages at the stager of this rank's node, or in this process where that has no room.
 
     Args:
-        session: Of this rank.
+        session: Session of this rank.
 
     Attributes:
         kind: `SaveReport.staging`.

@@ -55,7 +55,7 @@ class TierFile:
 
         Args:
             start: First byte in the file.
-            num_bytes: How many.
+            num_bytes: Number of bytes to find.
 
         Examples:
             >>> from ray_dcp.commit_protocol.messages import OpKey
@@ -109,10 +109,10 @@ def kept_file(key: str, layout: StagingLayout, index: int, share: StageKey) -> T
     """Returns where a file lies.
 
     Args:
-        key: Of the file.
-        layout: Of the rank's share.
+        key: Key of the file.
+        layout: Layout of the rank's share.
         index: Position of the file in the plan.
-        share: Names the share.
+        share: Key of the rank's share.
     """
     own = slice(*layout.file_first[index : index + 2].tolist())
     num_bytes = layout.num_bytes[own]

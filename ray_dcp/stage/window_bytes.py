@@ -15,8 +15,8 @@ class WindowBytes:
     """The bytes of a window, as the runs of an object.
 
     Args:
-        runs: One behind the other, each uint8[n].
-        ref: What others on this node get the same bytes by.
+        runs: The bytes, in consecutive runs, each uint8[n].
+        ref: Reference by which other processes of this node get the same bytes.
 
     Attributes:
         ref: As given, until `release`.

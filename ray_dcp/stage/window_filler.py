@@ -63,7 +63,7 @@ class DeviceSource(Protocol):
         """Returns what copies them from there; None when all are in host memory.
 
         Args:
-            host: Copies those in host memory.
+            host: Copies the items in host memory.
         """
         ...
 
@@ -145,11 +145,11 @@ def fill_window(
     """Fills one window; returns when all its bytes are there. Nothing is under way after an error.
 
     Args:
-        layout: Where they go.
-        window: Which one.
-        target: uint8[window bytes].
+        layout: Layout of the rank's share.
+        window: Number of the window.
+        target: Memory of the window: uint8[window bytes].
         filler: Copies the fixed items.
-        deferred: Gives a deferred item's bytes.
+        deferred: Returns the bytes of a deferred item.
     """
     low, high = layout.window_first[window : window + 2].tolist()
     own = slice(low, high)
@@ -201,11 +201,11 @@ def window_parts(
     Large items in host memory are runs where they are; all else is copied to `scratch` first.
 
     Args:
-        layout: Where they go.
-        window: Which one.
-        scratch: uint8[used bytes of the window].
+        layout: Layout of the rank's share.
+        window: Number of the window.
+        scratch: Memory for items that must be copied: uint8[used bytes of the window].
         filler: Copies the fixed items.
-        deferred: Gives a deferred item's bytes.
+        deferred: Returns the bytes of a deferred item.
     """
     if not isinstance(filler, HostFiller):
         fill_window(layout, window, scratch, filler, deferred)

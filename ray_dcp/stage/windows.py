@@ -86,9 +86,10 @@ def lay_out_windows(
     page of their file, so that they can be written from where they are, past the page cache.
 
     Args:
-        plan: What the rank writes.
-        deferred_bytes: For each file the lengths of its deferred items.
-        window_bytes: Length of a window: pages, at least 2 MiB.
+        plan: The files and items that the rank writes.
+        deferred_bytes: For each file, the lengths of its deferred items.
+        window_bytes: Length of a window: a whole number of pages, at least two of the longest
+            checksum blocks.
 
     Raises:
         InternalError: The lengths do not fit the plan.

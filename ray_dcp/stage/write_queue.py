@@ -58,7 +58,7 @@ def step_behind(nice: int) -> None:
     """Lowers the priority of the calling thread, as far as the system lets it.
 
     Args:
-        nice: 0 to 19; more is further behind.
+        nice: The niceness, from 0 to 19; a thread of a higher one runs later.
     """
     # Suppressed: without it training is slowed a little, which is no reason to fail a save.
     with suppress(OSError, AttributeError):
@@ -79,11 +79,11 @@ class WriteQueue:
     load, and no rank that has not said so (`deliver`, `seal`, `cancel(by_rank=True)`) and lives.
 
     Args:
-        limit_bytes: How many bytes of windows there may be at a time.
+        limit_bytes: Most bytes of windows at a time.
         window_bytes: Length of the longest window.
-        report: Gets what became of each file, in a thread of its own; returns when the report is
-            delivered, or can't be.
-        opener: What opens a storage.
+        report: Receives what became of each file, in a thread of its own; returns when the report
+            is delivered, or can't be.
+        opener: Opens a storage.
         linger_s: See `LINGER_S`.
     """
 
@@ -115,8 +115,8 @@ class WriteQueue:
         The same order again is the same job.
 
         Args:
-            order: What is handed over.
-            reporter: Who gets its reports; passed on to `report`.
+            order: The rank's share of the save.
+            reporter: Who receives the reports; passed on to `report`.
 
         Raises:
             LimitError: Its windows are too long.
@@ -174,10 +174,11 @@ class WriteQueue:
         """Accepts a full window. A second delivery, or an unknown job, has no effect.
 
         Args:
-            key: Whose.
-            window: Which.
-            runs: Its bytes, one run behind the other.
-            ref: What others on this node get the same bytes by; it is held as long as they are.
+            key: Key of the share.
+            window: Number of the window.
+            runs: Bytes of the window, in consecutive runs.
+            ref: Reference by which other processes of this node get the same bytes; it is held as
+                long as they are.
         """
         with self._lock:
             job = self._jobs.get(key)
@@ -231,7 +232,7 @@ class WriteQueue:
         does.
 
         Args:
-            after_s: Without a byte, or since the job failed, in seconds.
+            after_s: Time without a written byte, or since the job failed, in seconds.
         """
         now_s = time.monotonic()
         found = []
@@ -258,9 +259,9 @@ class WriteQueue:
         """Cancels a job. Its files are not reported any more; written files stay.
 
         Args:
-            key: Which; one that is not known is fine.
-            reason: Why, for the rank if it waits.
-            by_rank: The rank itself says so, and that it hands over nothing more.
+            key: Key of the share; an unknown one is ignored.
+            reason: Reason, for the rank if it waits.
+            by_rank: Whether the rank itself cancels its share, and delivers nothing more.
         """
         with self._lock:
             job = self._jobs.get(key)
@@ -275,8 +276,9 @@ class WriteQueue:
         """Forgets a job and its reports; one that is still at work is cancelled first.
 
         Args:
-            key: Which; one that is not known is fine.
-            committed: It was; what is to be kept in memory stays then.
+            key: Key of the share; an unknown one is ignored.
+            committed: Whether the save was committed; the bytes that are to be kept in memory then
+                stay.
         """
         with self._lock:
             job = self._jobs.get(key)
@@ -333,7 +335,7 @@ class WriteQueue:
         """Returns the saves to a place, or below it, that may still be committed.
 
         Args:
-            url: Of a checkpoint, or of the folder that it is in.
+            url: URL of a checkpoint, or of the folder that contains it.
         """
         below = url.rstrip("/") + "/"
         with self._lock:
@@ -395,8 +397,8 @@ class WriteQueue:
         The windows count until `take_back`.
 
         Args:
-            borrower: Who gets them.
-            windows: Which.
+            borrower: Name of the borrower.
+            windows: The windows to lend.
         """
         refs = []
         with self._lock:
@@ -423,7 +425,8 @@ class WriteQueue:
         """Returns views of staged bytes, one run behind the other; None when some are gone.
 
         Args:
-            parts: As `TierFile.find` gave them. What is nowhere is left out.
+            parts: Parts as `TierFile.find` returns them. Parts that are no longer in memory are
+                omitted.
         """
         runs: list[np.ndarray] = []
         with self._lock:
@@ -805,11 +808,11 @@ class StagedPieces:
     """Implements `PieceSource` on staged windows.
 
     Args:
-        layout: Where the bytes lie.
+        layout: Layout of the rank's share.
         file: Position of the file in the plan.
-        bytes_of: Returns the bytes of a window, which it may wait for.
-        passed: Told of each window whose bytes for this file are written, and of how many bytes
-            are written since the last time.
+        bytes_of: Returns the bytes of a window, and may wait for them.
+        passed: Called with each window whose bytes of this file are written, and with the number of
+            bytes written since the last call.
     """
 
     def __init__(
@@ -936,10 +939,10 @@ def write_staged(
     """Writes one file of a job and returns what became of it. Never raises.
 
     Args:
-        job: Whose.
-        file: Position in `plan.files`.
+        job: The job whose file is written.
+        file: Position of the file in `plan.files`.
         passed: See `StagedPieces`.
-        opener: What opens the storage.
+        opener: Opens the storage.
     """
     order, plan = job.order, job.order.plan.files[file]
     pieces = JobPieces(job, file, passed)
@@ -963,9 +966,9 @@ def unwritten(job: Job, file: int, error: BaseException) -> PartsWritten:
     """Returns the report of a file that could not be written.
 
     Args:
-        job: Whose.
-        file: Position in `plan.files`.
-        error: Why.
+        job: The job whose file was not written.
+        file: Position of the file in `plan.files`.
+        error: The error because of which it was not written.
     """
     plan = job.order.plan.files[file]
     if not isinstance(error, CheckpointError):
