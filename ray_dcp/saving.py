@@ -268,7 +268,7 @@ def run_save(
         save = RankSave.of(activity, target, options, folder=own, attempt=attempt)
         outcome = drive(save.run(take), activity.call)
         if part is not None:
-            part.staged(outcome.attempt, outlives=True)
+            part.staged(outcome.attempt, outlives=True, is_durable=True)
     if session.rank == 0:
         for warning in outcome.warnings:
             events.warn(warning, stacklevel=3)

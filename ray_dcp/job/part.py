@@ -126,7 +126,7 @@ class PartSave:
             )
         self._part, self._rank, self._world_size = part, rank, world_size
         self._call_id = secrets.token_hex(8)
-        self._is_begun = self._is_staged = False
+        self._is_begun = self._is_staged = self._is_durable = False
 
     @classmethod
     def of(cls, checkpoint_id: object, rank: int, world_size: int) -> PartSave | None:
@@ -162,12 +162,15 @@ class PartSave:
             self._is_begun = False
             raise
 
-    def staged(self, attempt: str | None, *, outlives: bool) -> None:
+    def staged(
+        self, attempt: str | None, *, outlives: bool, is_durable: bool = False
+    ) -> None:
         """Reports that this rank's bytes are copied, or durable.
 
         Args:
             attempt: Attempt of the part's save.
             outlives: Whether the save goes on if this process dies.
+            is_durable: Whether the part is committed, so that its end is not reported again.
 
         Raises:
             CheckpointError: The step was given up.
@@ -181,11 +184,11 @@ class PartSave:
             )
         told = Staged(self._part.name, self._rank, self._world_size, attempt, outlives)
         self._tell(told)
-        self._is_staged = outlives
+        self._is_staged, self._is_durable = outlives, is_durable
 
     def ended(self, error: BaseException | None) -> None:
         """Reports that the save ended: with an error the step is given up. Never raises."""
-        if not self._is_begun:
+        if not self._is_begun or (error is None and self._is_durable):
             return
         # Suppressed: the coordinator finds out by the part's records, or at its deadline.
         with suppress(Exception):
