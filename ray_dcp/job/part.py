@@ -162,9 +162,7 @@ class PartSave:
             self._is_begun = False
             raise
 
-    def staged(
-        self, attempt: str | None, *, outlives: bool, is_durable: bool = False
-    ) -> None:
+    def staged(self, attempt: str | None, *, outlives: bool, is_durable: bool = False) -> None:
         """Reports that this rank's bytes are copied, or durable.
 
         Args:
