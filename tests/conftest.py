@@ -31,6 +31,8 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Why: Ray gives a worker a minute to start, and a busy machine may need it for the imports alone.
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 # Why: Ray's workers give way to every other process (15), so those of a test to the tests beside.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
@@ -50,8 +52,14 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Why: how long an example takes says what else the machine does, and a hang is ended by `timeout`.
-hypothesis.settings.register_profile("any machine", hypothesis.settings.default, deadline=None)
-hypothesis.settings.load_profile("any machine")
+# Every run tries the same examples; `--hypothesis-profile=explore` tries new ones each time.
+hypothesis.settings.register_profile(
+    "same", hypothesis.settings.default, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile(
+    "explore", hypothesis.settings.default, deadline=None, derandomize=False, print_blob=True
+)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -542,7 +542,9 @@ def test_every_arrangement_comes_back_and_goes_on(
 def on_ranks(programs: Programs, tmp_path_factory: Any) -> dict[str, list[str]]:
     """What is not as it was, by case of `tests.support.optimizer_ranks`."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = programs.run("-m", "tests.support.optimizer_ranks", str(folder), ranks=4)
+    ended = programs.run(
+        "-m", "tests.support.optimizer_ranks", str(folder), ranks=4, imports=["pytorch_optimizer"]
+    )  # fmt: skip
     assert [one.returncode for one in ended] == [0] * 4, "\n".join(one.stderr for one in ended)
     return json.loads(ended[0].stdout.splitlines()[-1])
 

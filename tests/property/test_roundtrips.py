@@ -319,7 +319,10 @@ else:
 def on_ranks(programs: Programs, tmp_path_factory: Any) -> dict[str, list[str]]:
     """What is not as it was, by case of `tests.support.module_ranks`."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = programs.run("-m", "tests.support.module_ranks", str(folder), *WRAPS, ranks=4)
+    ended = programs.run(
+        "-m", "tests.support.module_ranks", str(folder), *WRAPS, ranks=4,
+        imports=["pytorch_optimizer", "schedulefree", "torchmetrics"],
+    )  # fmt: skip
     assert [one.returncode for one in ended] == [0] * 4, "\n".join(one.stderr for one in ended)
     return json.loads(ended[0].stdout.splitlines()[-1])
 

@@ -488,7 +488,7 @@ class Checkpoints(RuleBasedStateMachine):
 
 NUM_HISTORIES = 30 if os.environ.get("RAY_DCP_THOROUGH") else 10
 QUICK = settings(
-    max_examples=NUM_HISTORIES, stateful_step_count=14, derandomize=True,
+    max_examples=NUM_HISTORIES, stateful_step_count=14,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

@@ -137,11 +137,14 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    # Else each collection here looks through all that other tests have left, 0.5 s of CPU.
+    gc.collect()
+    gc.freeze()
     return World(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
-def collector_off() -> Iterator[None]:
+def collector_off(world: World) -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
@@ -202,6 +205,6 @@ def test_a_call_leaves_nothing_to_the_collector(
         call(world)
     assert wait_for_threads(threads) == []
     assert [ref() for ref in world.states if ref() is not None] == []
-    assert descriptors() == num_open
+    assert descriptors() <= num_open
     if call not in (manager, manager_of_items):
         assert circles() == Counter()

@@ -18,14 +18,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[3]
 PRELOADED = (
-    "ray", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "ray", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "ray_dcp.saving", "ray_dcp.worker_group",
 )  # fmt: skip
 """Careful: nothing that draws one of Ray's ids, as in `forked_workers`."""
@@ -123,9 +123,20 @@ class Programs:
             return self._started(line, env, (read, write, 2), open(stdin, "w"), open(stdout))
 
     def run(
-        self, *line: str, ranks: int = 0, env: Mapping[str, str] | None = None
+        self,
+        *line: str,
+        ranks: int = 0,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs a program to its end; with ranks, as many of it at once, as torchrun does."""
+        """Runs a program to its end; with ranks, as many of it at once, as torchrun does.
+
+        Args:
+            *line: Its command line.
+            ranks: How many.
+            env: Its whole environment; by default that of this process.
+            imports: Modules that are imported once, for these and all later programs.
+        """
         env = dict(os.environ if env is None else env)
         if ranks:
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -138,7 +149,7 @@ class Programs:
             for place in places:
                 out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
                 streams = (nothing.fileno(), out.fileno(), err.fileno())
-                program = self._started(line, {**env, **place}, streams, nothing, nothing)
+                program = self._started(line, {**env, **place}, streams, nothing, nothing, imports)
                 stack.callback(program.kill)
                 running.append((program, out, err))
             for program, out, err in running:
@@ -156,9 +167,12 @@ class Programs:
         streams: tuple[int, int, int],
         stdin: Any,
         stdout: Any,
+        imports: Sequence[str] = (),
     ) -> Program:
         ours, theirs = socket.socketpair()
-        order = {"line": line, "env": dict(os.environ if env is None else env)}
+        order = {
+            "line": line, "env": dict(os.environ if env is None else env), "imports": [*imports],
+        }  # fmt: skip
         with theirs:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [*streams, theirs.fileno()])
         return Program(ours, stdin, stdout)
@@ -194,13 +208,25 @@ def serve(orders: socket.socket, listener: socket.socket) -> list[str] | None:
             descriptors.append(asked.detach())
         elif not text:
             return None
+        order = json.loads(text)
+        import_all(order.pop("imports", ()))
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             orders.close()
             listener.close()
-            return become(json.loads(text), descriptors)
+            return become(order, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Imports modules that programs need."""
+    new = [name for name in names if name not in sys.modules]
+    for name in new:
+        importlib.import_module(name)
+    if new:
+        # Else each fork looks through all that when it collects garbage, and copies its pages.
+        gc.freeze()
 
 
 def become(order: dict[str, Any], descriptors: list[int]) -> list[str]:
@@ -249,10 +275,7 @@ def run_line(line: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
-        importlib.import_module(name)
-    # Else each fork looks through all that when it collects garbage, and copies its pages.
-    gc.freeze()
+    import_all(PRELOADED)
     orders, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     with orders, listener:
         line = serve(orders, listener)
