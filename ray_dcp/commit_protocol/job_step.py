@@ -243,6 +243,11 @@ class JobStepMachine(Generic[Process]):
             case CommitEnded(error):
                 return self._end(error)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the driver has left the step, or it has ended."""
+        return self._is_left or self.phase in ENDED
+
     def check_open(self, part: str) -> PartState[Process]:
         """Returns a part after checking that it may still be saved.
 

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +49,7 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
     ParticipantError,
@@ -78,6 +80,9 @@ MOST_CALLS = 10_000
 
 _FOLLOW_S = (0.02, 1.0)
 """The first and the longest pause between two looks at a part's records, in seconds."""
+
+_MOST_THREADS = 64
+"""Most calls of a storage at once."""
 
 _MOST_KEPT = 64
 """Number of ended steps whose outcome is remembered."""
@@ -181,6 +186,8 @@ class JobCoordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._self = ray.get_runtime_context().current_actor
         self._loop = asyncio.get_event_loop()
+        # Why so many: some may be stuck in a storage, and the others have to go on.
+        self._loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "ray_dcp job"))
         self._last_used_s = self._loop.time()
         self._tasks.add(ray_calls.run_for_ever(self._watch(), self._self, no_restart=True))
 
@@ -262,6 +269,13 @@ class JobCoordinator:
         async with self._opening:
             if request in self._opened:
                 return self._opened[request]
+            for other in self._running():
+                if not other.machine.is_left:
+                    raise InvalidRequestError(
+                        f"step {other.place.step} is still open, so that step {step} can't be "
+                        f"opened; leave its block, or call its cancel(), first",
+                        step=step,
+                    )
             place = await asyncio.to_thread(partial(writer.begin, step, **details))
             parts = [*job.settings.named]
             driver = self._driver
@@ -528,10 +542,17 @@ class JobCoordinator:
             )
             for name, one in running.machine.parts.items()
         }
-        error = await asyncio.to_thread(create_record, writer, running.place, records)
+        what = f"the commit of step {running.place.step}"
+        error = await self._in_time(what, create_record, writer, running.place, records)
+        if isinstance(error, DeadlineError):
+            error = CommitUnknownError(
+                f"{error.message} Ask ray_dcp.outcome later",
+                attempt=running.place.attempt,
+                step=running.place.step,
+            )
         is_unknown = isinstance(error, CommitUnknownError)
         committed = True if error is None else None if is_unknown else False
-        await asyncio.to_thread(writer.finish, running.place, committed)
+        await self._in_time(what, writer.finish, running.place, committed)
         self._receive(running, CommitEnded(error))
 
     async def _discard(self, running: _Running, error: CheckpointError) -> None:
@@ -539,10 +560,26 @@ class JobCoordinator:
         writer = self._writer
         if writer is not None:
             attempts = {name: one.attempt for name, one in running.machine.parts.items()}
-            await asyncio.to_thread(remove_parts, writer, running.place, attempts, error)
-            await asyncio.to_thread(writer.finish, running.place, False)
+            what = f"the end of step {running.place.step}"
+            await self._in_time(what, remove_parts, writer, running.place, attempts, error)
+            await self._in_time(what, writer.finish, running.place, False)
         running.is_over = True
         self._changed(running)
+
+    async def _in_time(self, what: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the result of work in a thread, or an error if the storage is stuck in it."""
+        timeout_s = SaveOptions().commit_timeout_s
+        if self._job is not None:
+            timeout_s = self._job.options.commit_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(work, *arguments), timeout_s)
+        except asyncio.TimeoutError:
+            error = DeadlineError(
+                f"expected the storage to answer within {timeout_s:g} s (commit_timeout_s), but "
+                f"{what} still waits for it, and is left to itself."
+            )
+            logger.warning("%s", error)
+            return error
 
     # --- life --------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,8 +12,11 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from ray.util import list_named_actors
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
 from ray_dcp.errors import (
@@ -22,11 +27,13 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
+from tests.integration.conftest import mend
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
+NUM_RANKS = 2
 PARTS = ("policy", "buffer")
 
 
@@ -193,6 +200,60 @@ def test_a_staged_step_is_committed_though_all_who_gave_its_parts_are_killed(
     assert eventually(lambda: has_ended(root))
 
 
+def part_state() -> dict[str, Any]:
+    """Returns what a rank saves: a sharded tensor, and one that all have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(8.0)
+    return {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "w": torch.ones(4)}
+
+
+def stage_part(part: ray_dcp.Part, on_rank_1: Callable[[], object] = int) -> int:
+    """Stages a part on a rank, and returns its process id."""
+    state = part_state()
+    if dist.get_rank() == 1:
+        on_rank_1()
+    ray_dcp.async_save(state, checkpoint_id=part).staged(120)
+    return os.getpid()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_ranks_of_a_group_save_a_part_together(tmp_path: Path, ranks: Any, worker: Any):
+    root, gate = tmp_path / "run", tmp_path / "gate"
+    run = ray_dcp.JobCheckpoints(root, PARTS)
+
+    def buffer(step: ray_dcp.JobStep) -> None:
+        step.put("buffer", {"x": step.step})
+
+    give_step(run, 1, buffer, lambda step: ranks.save(step.part("policy"), part_state))
+    # A rank that dies before it is staged ends the step for everyone.
+    with pytest.raises((ParticipantError, ray_dcp.CheckpointError), match=r"rank 1|died"):
+        give_step(run, 2, buffer, lambda step: ranks.run(stage_part, step.part("policy"), die))
+    mend(ranks)
+    assert committed(root) == [1]
+    assert [*(root / "step-00000002").glob("*/[!.]*")] == []
+    # After that, it is committed without them.
+    hold_commits(root, gate)
+    with run.step(3) as step:
+        buffer(step)
+        pids = ranks.run(stage_part, step.part("policy"))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    gate.touch()
+    step.result(60)
+    mend(ranks)
+    with run.latest() as last:
+        assert last.step == 3
+        assert ray.get(worker.load.remote(last.part("policy"))) == 1.0
+        found = ray_dcp.read_state_dict(last.part("policy"))
+        assert found["sharded"].tolist() == [*range(8)]
+        reports = ranks.load(last.part("policy"), part_state)
+        assert len(reports) == NUM_RANKS
+    run.close()
+
+
 def give_step(
     run: ray_dcp.JobCheckpoints, number: int, *gives: Callable[[ray_dcp.JobStep], object]
 ) -> ray_dcp.JobStep:
@@ -237,6 +298,8 @@ def test_a_step_of_which_a_part_fails_never_was(tmp_path: Path, worker: Any, wor
         give_step(run, 3, partial(policy, version=1), partial(buffer, version=2))
     with pytest.raises(ValueError, match="of mine"):
         give_step(run, 4, buffer, raising)
+    with pytest.raises(InvalidRequestError, match="step 4 is still open"):
+        give_step(run, 4, lambda _: run.step(5))
 
     # A rank that dies while its part is staged.
     def dying(step: ray_dcp.JobStep) -> None:
