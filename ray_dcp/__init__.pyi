@@ -72,7 +72,7 @@ from ray_dcp.session.discovery import connect as connect
 from ray_dcp.session.session import Session as Session
 from ray_dcp.stage.stager_options import StagerOptions as StagerOptions
 from ray_dcp.store.location import Location as Location
-from ray_dcp.torch_adapter.results import LoadReport as LoadReport
+from ray_dcp.torch_adapter.load_report import LoadReport as LoadReport
 from ray_dcp.torch_adapter.state import PerRank as PerRank
 from ray_dcp.transform.averaging import AverageReport as AverageReport
 from ray_dcp.transform.averaging import average as average
@@ -82,7 +82,7 @@ from ray_dcp.transform.conversion import read_state_dict as read_state_dict
 from ray_dcp.transform.conversion import torch_save_to_dcp as torch_save_to_dcp
 from ray_dcp.transform.exporting import copy as copy
 from ray_dcp.transform.exporting import export as export
-from ray_dcp.transform.exporting import import_checkpoint as import_checkpoint
+from ray_dcp.transform.importing import import_checkpoint as import_checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
 from ray_dcp.view.progress import Progress as Progress
 from ray_dcp.view.run_view import RunView as RunView

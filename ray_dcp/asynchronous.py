@@ -64,8 +64,9 @@ from ray_dcp.session.activity import LEAVING_S, Account, Activity
 from ray_dcp.session.discovery import session_in_ray
 from ray_dcp.session.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
 from ray_dcp.stage.staging_backend import Finish, StagingBackend, staging_backend_of
+from ray_dcp.torch_adapter.committed_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
-from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
+from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.shards import fields_of, for_stager, give_fields
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 from ray_dcp.view.wording import seconds_text, size_text

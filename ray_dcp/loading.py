@@ -54,12 +54,14 @@ from ray_dcp.session.session import Session
 from ray_dcp.stage.memory_tier import memory_of
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.torch_adapter.collective import Group
+from ray_dcp.torch_adapter.committed_metadata import metadata_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, check_plug_in, decide_load
 from ray_dcp.torch_adapter.flatten import below
 from ray_dcp.torch_adapter.foreign import TorchSaveReader, foreign_load
 from ray_dcp.torch_adapter.load_plan import plan_targets
+from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.planner_hooks import targets_with_planner
-from ray_dcp.torch_adapter.results import LoadReport, OperationLog, metadata_of
 from ray_dcp.torch_adapter.state import refuse_per_rank
 from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.view.progress import Meter, ShowProgress, reporting

@@ -47,10 +47,11 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checked_finite
 from ray_dcp.torch_adapter.collective import Group, RankCalls
+from ray_dcp.torch_adapter.committed_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.foreign import foreign_save
+from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.planner_hooks import capture_with_planner
-from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
 from ray_dcp.torch_adapter.shards import is_sharded, sharded
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.view.progress import ShowProgress, reporting

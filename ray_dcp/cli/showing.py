@@ -56,13 +56,7 @@ from ray_dcp.view.damage_marks import mark_damaged, remove_marks
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
 from ray_dcp.view.run_view import RunView, StepView, folder_of, read_run
-from ray_dcp.view.verify import (
-    Seen,
-    VerifyInterrupted,
-    VerifyReport,
-    items_of,
-    verify_unseen,
-)
+from ray_dcp.view.verify import Seen, VerifyInterrupted, VerifyReport, items_of, verify_unseen
 from ray_dcp.view.wording import (
     age_text,
     count_text,

@@ -64,17 +64,11 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import is_full
-from ray_dcp.transform.exporting import (
-    ExportFormat,
-    check_source,
-    check_writable,
-    copied_bytes,
-    import_checkpoint,
-    plan_export,
-    still_there,
-)
+from ray_dcp.transform.exporting import ExportFormat, copied_bytes, plan_export, still_there
 from ray_dcp.transform.exporting import copy as copy_checkpoint
 from ray_dcp.transform.exporting import export as export_checkpoint
+from ray_dcp.transform.importing import check_source, import_checkpoint
+from ray_dcp.transform.rewriting import check_writable
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_listing import FOREIGN, folders_above

@@ -50,7 +50,7 @@ from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions, check_whole, plain_integer
 from ray_dcp.saving import warm_staging
 from ray_dcp.stage.memory_tier import memory_of
-from ray_dcp.torch_adapter.results import LoadReport
+from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.view.progress import ShowProgress
 

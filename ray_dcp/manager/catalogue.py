@@ -26,14 +26,8 @@ from ray_dcp.format.names import (
     marked_damaged,
     tags_in,
 )
-from ray_dcp.format.step_info import (
-    CatalogueRow,
-    decode_catalogue,
-    encode_catalogue,
-    info_slot,
-    latest_values,
-    recorded_in,
-)
+from ray_dcp.format.recorded_metrics import latest_values, recorded_in
+from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, encode_catalogue, info_slot
 from ray_dcp.io.announced_deletions import fence
 from ray_dcp.io.records import highest_record, info_below, read_slots
 from ray_dcp.manager.retention import Order, StepFacts, age_in

@@ -49,7 +49,8 @@ from ray_dcp.session.session import Session
 from ray_dcp.store.opening import place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_load, decide_save
-from ray_dcp.torch_adapter.results import LoadReport, OperationLog
+from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.wording import seconds_text, size_text
 

@@ -24,11 +24,8 @@ from ray_dcp.errors import (
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import damage_key, note_key
-from ray_dcp.format.step_info import (
-    StepInfo,
-    info_slot,
-    metrics_of,
-)
+from ray_dcp.format.recorded_metrics import metrics_of
+from ray_dcp.format.step_info import StepInfo, info_slot
 from ray_dcp.io.announced_deletions import Announced, check_announced
 from ray_dcp.io.records import read_slots, used_slots
 from ray_dcp.io.reserve import freeing

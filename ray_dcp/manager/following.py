@@ -20,7 +20,7 @@ from typing import Any
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import StepNames
-from ray_dcp.format.step_info import RecordedMetric, metrics_of, recorded_in
+from ray_dcp.format.recorded_metrics import RecordedMetric, metrics_of, recorded_in
 from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
 from ray_dcp.manager.metrics import check_metrics

@@ -30,12 +30,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.names import TAGS, check_tag, tag_key, tags_in
-from ray_dcp.format.step_info import (
-    StepInfo,
-    check_metadata,
-    encode_info,
-    info_key,
-)
+from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
 from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.io.records import used_slots
 from ray_dcp.manager.catalogue import (

@@ -41,7 +41,8 @@ from ray_dcp.manager.save_policies import (
 from ray_dcp.manager.settings import Settings
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import place_below
-from ray_dcp.transform.exporting import ExportFormat, export, float_dtype
+from ray_dcp.transform.exporting import ExportFormat, export
+from ray_dcp.transform.float_dtypes import float_dtype
 
 logger = logging.getLogger(__name__)
 

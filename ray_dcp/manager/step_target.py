@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from ray_dcp.errors import (
     DamagedCheckpointError,
 )
-from ray_dcp.format.step_info import (
-    info_slot,
-)
+from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import read_info
 from ray_dcp.manager.settings import ITEM
 from ray_dcp.place.attempt_id import new_attempt

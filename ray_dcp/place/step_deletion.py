@@ -23,7 +23,8 @@ from ray_dcp.format.names import (
     tag_key,
     tags_in,
 )
-from ray_dcp.format.step_info import info_slot, metrics_of
+from ray_dcp.format.recorded_metrics import metrics_of
+from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.announced_deletions import Announced, check_announced, fence
 from ray_dcp.io.lease_holders import UNREADABLE, read_holder, this_process
 from ray_dcp.io.reserve import freeing

@@ -20,7 +20,7 @@ from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.session import Session
 
 if TYPE_CHECKING:
-    from ray_dcp.torch_adapter.results import OperationLog
+    from ray_dcp.torch_adapter.operation_log import OperationLog
 
 LEAVING_S = 10.0
 """How long an interrupted rank may take to report that, in seconds."""

@@ -27,7 +27,8 @@ from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, 
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter import devices
-from ray_dcp.torch_adapter.devices import Moment, bytes_digest, content_digests
+from ray_dcp.torch_adapter.content_digests import bytes_digest, content_digests
+from ray_dcp.torch_adapter.devices import Moment
 from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top, listed
 from ray_dcp.torch_adapter.objects import (
     Reason,

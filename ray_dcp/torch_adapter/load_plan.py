@@ -32,7 +32,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import Wanted
-from ray_dcp.torch_adapter.devices import content_digest
+from ray_dcp.torch_adapter.content_digests import content_digest
 from ray_dcp.torch_adapter.flatten import (
     Flat,
     below,

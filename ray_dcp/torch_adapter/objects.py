@@ -54,7 +54,7 @@ from ray_dcp.format.object_pickle import (
 )
 from ray_dcp.format.torch_items import check_plain, stored_records
 from ray_dcp.store.location import checked_url
-from ray_dcp.torch_adapter.devices import bytes_digest
+from ray_dcp.torch_adapter.content_digests import bytes_digest
 from ray_dcp.torch_adapter.tensors import lost_memory_within
 
 _TENSOR_BYTES = 512

@@ -53,7 +53,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.coverage import lacks_parts
 from ray_dcp.torch_adapter.capture import Capture, Rows, alone
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
-from ray_dcp.torch_adapter.devices import bytes_digest, content_digest
+from ray_dcp.torch_adapter.content_digests import bytes_digest, content_digest
 from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.foreign import (
     allows_missing,

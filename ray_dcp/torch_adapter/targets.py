@@ -31,7 +31,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import ReadPlan, Wanted, plan_reads
-from ray_dcp.torch_adapter.devices import bytes_digest
+from ray_dcp.torch_adapter.content_digests import bytes_digest
 from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, check_all_taken

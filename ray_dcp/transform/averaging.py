@@ -55,7 +55,10 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
 from ray_dcp.transform.copying import check_free
-from ray_dcp.transform.exporting import check_space, check_writable, float_dtype, still_there
+from ray_dcp.transform.exporting import still_there
+from ray_dcp.transform.float_dtypes import float_dtype
+from ray_dcp.transform.free_space import check_space
+from ray_dcp.transform.rewriting import check_writable
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_view import check_no_step

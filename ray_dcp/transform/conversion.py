@@ -55,8 +55,8 @@ from ray_dcp.store.storage import threads_for
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load, decide_save
 from ray_dcp.torch_adapter.flatten import Rename, flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import load_object, load_torch_file
+from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.optimizer_state import Stored
-from ray_dcp.torch_adapter.results import OperationLog
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.targets import first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, is_plain

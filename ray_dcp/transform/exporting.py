@@ -1,4 +1,4 @@
-"""`export`, `import_checkpoint` and `copy`: convert checkpoints, and copy them to other places.
+"""`export`, `copy`: a checkpoint as files of other programs, or at another place.
 
 All of them stream: memory holds neither side whole. They check that the target has enough disk
 space before they write, and leave nothing behind when interrupted.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,36 +22,32 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     CommitUnknownError,
     DamagedCheckpointError,
     InvalidRequestError,
-    StorageError,
 )
 from ray_dcp.format.manifest import repeated, slot_of, tied_in
 from ray_dcp.io.checkpoint import what_became_of
-from ray_dcp.options import KeyMap, SaveOptions, check_patterns
+from ray_dcp.options import KeyMap, check_patterns
 from ray_dcp.place.delete import delete
 from ray_dcp.place.done_marks import marks_removed_last
-from ray_dcp.place.scratch import dead_scratch, remove_dead_scratch, scratch
 from ray_dcp.place.stock_metadata import write_metadata
-from ray_dcp.place.target_lease import TargetLease, leases_at, writing_to
-from ray_dcp.store.local import LocalStorage, publish
-from ray_dcp.store.location import AnyPlace, checked_url, split_url
-from ray_dcp.store.opening import as_target, open_storage, place_below, target_of
+from ray_dcp.place.target_lease import leases_at, writing_to
+from ray_dcp.store.local import publish
+from ray_dcp.store.location import AnyPlace, checked_url
+from ray_dcp.store.opening import open_storage, place_below, target_of
 from ray_dcp.store.storage import KeyMissingError, is_temporary
-from ray_dcp.transform.copying import check_free, copy_checkpoint, is_copied, plan_copy
-from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
+from ray_dcp.transform.copying import copy_checkpoint, is_copied, plan_copy
+from ray_dcp.transform.finished_work import publishing, take_over, temporary_directory
+from ray_dcp.transform.float_dtypes import float_dtype, torch_dtype
+from ray_dcp.transform.free_space import check_free_bytes, check_space
+from ray_dcp.transform.rewriting import check_one_state, check_still_stands, rewrite
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.verify import items_of
-from ray_dcp.view.wording import size_text
 
 ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
-
-_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
-            "float": "float32", "fp64": "float64"}  # fmt: skip
-_FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _FRAME_BYTES = 4096
 """Upper bound of the overhead that a tensor has in a file, in bytes."""
 _ONE_FILE_BYTES = 1 << 62
@@ -102,7 +96,7 @@ def plan_export(
     view = source if isinstance(source, CheckpointView) else read_view(source)
     rewritten = not (format == "dcp" and _is_copy(view, include, cast, strip_prefix))
     if rewritten:
-        _check_one_state(view)
+        check_one_state(view)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
     objects = tuple(name for name in names if name not in view.tensors)
     left_out = objects if format in ("safetensors", "hf") else ()
@@ -141,7 +135,7 @@ def plan_export(
         tied,
     )
     work = _work_of(view, format, include, dtype, strip_prefix)
-    if not _published(Path(os.path.realpath(target)), work):
+    if not publishing(Path(os.path.realpath(target)), work):
         _check_target(plan)
     return plan
 
@@ -211,7 +205,7 @@ def export(
     place: Any = plan.source if isinstance(source, CheckpointView) else source
     # Why resolved: a folder can't be renamed to a symbolic link.
     path, names = Path(os.path.realpath(target)), _key_map(strip_prefix, plan.left_out)
-    choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
+    choice: dict[str, Any] = {"include": list(include), "dtype": torch_dtype(dtype)}
     choice["key_map"] = names
     with (
         marks_removed_last(),
@@ -219,14 +213,14 @@ def export(
         still_there(view),
     ):
         # Why: it may have been replaced long before.
-        _check_stands(view)
+        check_still_stands(view)
         if format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
             _copied(view, path, meter, partial(_for_stock, path))
         elif format == "dcp":
             with writing_to(target_of(path, None), work) as lease:
-                _rewrite(view, place, path, choice, meter=meter, lease=lease)
+                rewrite(view, place, path, choice, meter=meter, lease=lease)
         elif not take_over(path, work):
-            with _temporary_directory(path, work) as temporary:
+            with temporary_directory(path, work) as temporary:
                 made = temporary
                 if format == "torch":
                     made = temporary / path.name
@@ -237,80 +231,10 @@ def export(
                     HubFiles.of(place, temporary, **choice).write_all(progress=meter)
                 if format == "safetensors":
                     (made,) = temporary.glob("*.safetensors")
-                _check_stands(view)
+                check_still_stands(view)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 publish(os.fspath(made), os.fspath(path), create=False, sync=True)
     return plan
-
-
-def import_checkpoint(
-    source: str | os.PathLike[str],
-    target: AnyPlace,
-    *,
-    include: Sequence[str] = (),
-    dtype: str | None = None,
-    weights_only: bool = True,
-    options: SaveOptions | None = None,
-    progress: ShowProgress = False,
-) -> CheckpointView:
-    """Converts a file or folder of another program to a checkpoint of ray_dcp.
-
-    Args:
-        source: A `torch.save` file, a safetensors file or folder, or a checkpoint of stock DCP.
-        target: Path or URL of the new checkpoint, where no checkpoint may exist.
-        include: Shell patterns of FQNs; everything if empty.
-        dtype: The dtype to cast floating-point tensors to; unchanged if None.
-        weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
-        options: As for `save`.
-        progress: As for `export`.
-
-    Returns:
-        A view of the new checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: The source does not exist.
-        CheckpointExistsError: The target has files of a checkpoint.
-        InvalidRequestError: Nothing matches, an argument is invalid, the target names a step as
-            `RUN@STEP`, or the source is a step of several items.
-        UnsafeCheckpointError: The file would run code.
-        StorageError: There is not enough space, or a storage failed.
-        CheckpointError: The source can't be read.
-    """
-    check_patterns(include, "include")
-    check_source(source)
-    check_no_step(target, "target")
-    check_writable(target)
-    source = _plain_path(source)
-    path = Path(source)
-    is_file = path.is_file()
-    seen = [path.stat().st_size, path.stat().st_mtime_ns] if is_file else []
-    text = json.dumps([os.fspath(source), *seen, include, dtype, weights_only], default=str)
-    work = f"import {digest_bytes(text.encode()).hex()}"
-    choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
-    with (
-        marks_removed_last(),
-        reporting(progress, "importing", as_target(target).url) as meter,
-        writing_to(target_of(target, None), work) as lease,
-    ):
-        if is_file and not is_safetensors(path):
-            check_space(target, path.stat().st_size)
-            choice |= {"weights_only": weights_only, "options": options}
-            _save_file(path, target, choice, lease, meter)
-        elif is_file:
-            with scratch(Path(tempfile.gettempdir())) as folder:
-                Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
-                try:
-                    view = read_view(folder)
-                    _rewrite(view, folder, target, choice, options, meter=meter, lease=lease)
-                except CheckpointError as error:
-                    if error.checkpoint_id == os.fspath(folder):
-                        error.checkpoint_id = os.fspath(source)
-                    raise
-        else:
-            view = read_view(source)
-            _check_one_state(view)
-            _rewrite(view, source, target, choice, options, meter=meter, lease=lease)
-        return read_view(target)
 
 
 def copy(
@@ -370,19 +294,6 @@ def _copied(
 def _for_stock(path: Path) -> None:
     if not (path / ".metadata").exists():
         write_metadata(path)
-
-
-def _check_stands(view: CheckpointView) -> None:
-    """Checks that a view's checkpoint is still that of its place.
-
-    Conversions open the place again, and make sure that all their loads read one checkpoint. If
-    that of the view stands after a conversion, the conversion has read it.
-
-    Raises:
-        CheckpointError: It was replaced or deleted.
-    """
-    if (reason := what_became_of(view.storage, view.checkpoint)) is not None:
-        raise reason
 
 
 @contextmanager
@@ -462,31 +373,6 @@ def _items_copied(
         raise
 
 
-def check_space(target: AnyPlace, num_bytes: int) -> None:
-    """Checks that a local target has `num_bytes` of free space; skips remote ones.
-
-    Raises:
-        StorageError: It does not.
-    """
-    storage = open_storage(target)
-    if isinstance(storage, LocalStorage):
-        _check_free_bytes(Path(storage.url), num_bytes)
-
-
-def _check_free_bytes(path: Path, num_bytes: int) -> None:
-    there = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
-    try:
-        free = shutil.disk_usage(there).free
-    except OSError as error:
-        raise StorageError(f"the free space in {there} can't be read: {error}") from error
-    if num_bytes > free:
-        raise StorageError(
-            f"expected {size_text(num_bytes)} of space in {there}, but {size_text(free)} are free; "
-            f"nothing was written. Free some, choose another disk, or less by include or dtype",
-            key=str(path),
-        )
-
-
 def _is_free(path: Path, form: str) -> bool:
     """Returns whether nothing is in a directory, or what a command left that was killed there."""
     names = os.listdir(path)
@@ -531,7 +417,7 @@ def _check_target(plan: ExportPlan) -> None:
             f"new one in it",
             key="target",
         )
-    _check_free_bytes(path, plan.disk_bytes)
+    check_free_bytes(path, plan.disk_bytes)
 
 
 def _key_map(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
@@ -542,188 +428,8 @@ def _key_map(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
     return lambda name: None if name in objects else name.removeprefix(prefix) or name
 
 
-def _check_one_state(view: CheckpointView) -> None:
-    """Raises for a step of several items, whose own checkpoint has only their names."""
-    if items := items_of(view.storage, view.checkpoint):
-        raise InvalidRequestError(
-            f"expected a checkpoint of one state as source, but {view.url} has the items "
-            f"{', '.join(items)}, each a folder in it: take these one by one",
-            key="source",
-        )
-
-
 def _is_copy(
     view: CheckpointView, include: Sequence[str], dtype: str | None, strip_prefix: str
 ) -> bool:
     """Returns whether stock DCP can read the files unchanged, so that an export only copies."""
     return view.kind in ("native", "stock") and not (include or dtype or strip_prefix)
-
-
-def _rewrite(
-    view: CheckpointView,
-    source: AnyPlace,
-    target: AnyPlace,
-    choice: Mapping[str, Any],
-    options: SaveOptions | None = None,
-    *,
-    meter: Meter,
-    lease: TargetLease,
-) -> None:
-    """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
-    from ray_dcp.transform.conversion import dcp_to_torch_save
-
-    storage = open_storage(target)
-    local = isinstance(storage, LocalStorage)
-    total = sum(info.num_bytes for info in view.tensors.values())
-    check_space(target, 2 * total if local else 0)
-    parent = Path(storage.url).parent if local else Path(tempfile.gettempdir())
-    parent = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
-    if lease.is_done:
-        remove_dead_scratch(parent)
-        return
-    with scratch(parent) as folder:
-        _check_free_bytes(folder, total)
-        made = Path(folder, "state.pt")
-        # What is written: the load expects what is read.
-        patterns = choice["include"]
-        meter.expect(
-            sum(
-                info.num_bytes
-                for name, info in view.tensors.items()
-                if not patterns or any(fnmatchcase(name, one) for one in patterns)
-            )
-        )
-        dcp_to_torch_save(source, made, **choice, progress=meter)
-        _check_stands(view)
-        _save_file(made, target, {"weights_only": True, "options": options}, lease, meter)
-
-
-def check_writable(target: AnyPlace) -> None:
-    """Checks that no checkpoint is at a place, unless a lease of a command is there.
-
-    Raises:
-        CheckpointExistsError: There is.
-    """
-    storage = open_storage(target)
-    if not leases_at(storage):
-        check_free(storage)
-
-
-def _save_file(
-    file: Path, target: AnyPlace, choice: Mapping[str, Any], lease: TargetLease, meter: Meter
-) -> None:
-    """Saves a `torch.save` file under the lease of the target, unless that was done before."""
-    from ray_dcp.transform.conversion import save_torch_file
-
-    if not lease.is_done:
-        check_free(open_storage(target), lease.dead)
-        save_torch_file(file, target, **choice, progress=meter, attempt=lease.attempt)
-
-
-_MADE = "made"
-
-
-def _work_at(path: Path, work: str) -> str:
-    """Returns what is made at a path, as 16 hex digits."""
-    return digest_bytes(json.dumps([os.fspath(path), work]).encode()).hex()[:16]
-
-
-def _is_moved(around: Path, path: Path) -> bool:
-    """Returns whether what was made in a temporary directory has been moved to a path."""
-    made = around / _MADE
-    if not os.path.lexists(path):
-        return False
-    if not made.exists():
-        return True
-    return path.is_file() and all(one.name.endswith(".index.json") for one in made.iterdir())
-
-
-@contextmanager
-def _temporary_directory(path: Path, work: str) -> Iterator[Path]:
-    """Yields a new directory next to a path, and deletes it afterwards unless it was moved.
-
-    The directory around it is deleted last, and its name says what is made: see `_published`.
-    """
-    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
-
-    def is_kept(around: Path) -> bool:
-        # Why: interrupted in between, and the repeated command would find another's file.
-        return _is_moved(around, path)
-
-    with scratch(parent, _work_at(path, work), is_kept=is_kept) as around:
-        made = around / _MADE
-        made.mkdir(mode=0o755)
-        yield made
-
-
-def _published(path: Path, work: str) -> list[Path]:
-    """Returns the temporary directories of dead processes that published the same work at a path.
-
-    Why: such a process was killed before it could end, and its command is repeated.
-    """
-    parent = next((one for one in path.absolute().parents if one.is_dir()), None)
-    if parent is None:
-        return []
-    return [one for one in dead_scratch(parent, _work_at(path, work)) if _is_moved(one, path)]
-
-
-def take_over(path: Path, work: str) -> bool:
-    """Ends the export of a process that was killed after it had published it; returns whether."""
-    found = _published(path, work)
-    for one in found:
-        shutil.rmtree(one, ignore_errors=True)
-    return bool(found)
-
-
-def float_dtype(dtype: str | None) -> str | None:
-    """Returns the full name of a floating-point dtype.
-
-    Raises:
-        InvalidRequestError: It is none.
-    """
-    if dtype is None:
-        return None
-    name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else ""
-    if name not in _FLOATS:
-        raise InvalidRequestError(
-            f"dtype must be one of {', '.join((*_FLOATS, *_ALIASES))}, but is {dtype!r}",
-            key="dtype",
-        )
-    return name
-
-
-def _torch_dtype(dtype: str | None) -> Any:
-    name = float_dtype(dtype)
-    if name is None:
-        return None
-    from ray_dcp.torch_adapter.tensors import dtype_of
-
-    return dtype_of(name)
-
-
-def _plain_path(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Returns the path of a `file://` URL; anything else as it is."""
-    scheme, rest = split_url(os.fspath(source))
-    return rest if scheme in ("file", "local") else source
-
-
-def check_source(source: str | os.PathLike[str]) -> None:
-    """Checks that the source of an import exists and is of a known kind.
-
-    Raises:
-        CheckpointNotFoundError: The source does not exist.
-        InvalidRequestError: The source is a file of another kind.
-    """
-    path = Path(_plain_path(checked_url(source)))
-    if not path.exists() and "://" not in os.fspath(_plain_path(source)):
-        raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")
-    if path.is_file() and not is_safetensors(path):
-        with path.open("rb") as file:
-            begin = file.read(2)
-        # A zip archive, or the pickle that torch wrote before version 1.6.
-        if begin not in (b"PK", b"\x80\x02"):
-            raise InvalidRequestError(
-                f"expected a file of torch.save or safetensors, or a folder of one, but {source} "
-                f"is another kind of file",
-                key="source",
-            )

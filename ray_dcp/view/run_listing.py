@@ -33,14 +33,9 @@ from ray_dcp.format.names import (
     noted_step,
     tags_in,
 )
+from ray_dcp.format.recorded_metrics import latest_values, recorded_in
 from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
-from ray_dcp.format.step_info import (
-    CatalogueRow,
-    decode_catalogue,
-    info_slot,
-    latest_values,
-    recorded_in,
-)
+from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.store.local import LocalStorage

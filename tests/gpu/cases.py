@@ -24,7 +24,7 @@ import ray_dcp
 from ray_dcp.options import SaveOptions
 from ray_dcp.stage import staging_backend
 from ray_dcp.torch_adapter.capture import capture, nonfinite_of
-from ray_dcp.torch_adapter.devices import content_digests, content_digests_on_device
+from ray_dcp.torch_adapter.content_digests import content_digests, content_digests_on_device
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
 from tests.gpu.machine import Gpu, Machine, mig_mode
 from tests.support.processes import eventually

@@ -24,15 +24,13 @@ from ray_dcp.stage.window_filler import HostFiller, drain, fill_window
 from ray_dcp.stage.windows import StagingLayout
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import Capture, TensorBytes, capture
-from ray_dcp.torch_adapter.devices import (
+from ray_dcp.torch_adapter.content_digests import (
     SEGMENT_BYTES,
-    DeviceFiller,
-    Moment,
     content_digest,
     content_digests,
     content_digests_on_device,
-    device_part,
 )
+from ray_dcp.torch_adapter.devices import DeviceFiller, Moment, device_part
 from ray_dcp.torch_adapter.tensors import device_bytes, host_bytes
 from tests.gpu.__main__ import run
 from tests.gpu.cases import CASES, no_leaks

@@ -30,7 +30,7 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.cli.main import main
 from ray_dcp.commit_protocol.messages import Exchange, Target
-from ray_dcp.format.step_info import RecordedMetric, latest_values, recorded_in
+from ray_dcp.format.recorded_metrics import RecordedMetric, latest_values, recorded_in
 from ray_dcp.io.announced_deletions import Announced, announced, fence
 from ray_dcp.io.lease_holders import this_process
 from ray_dcp.manager import (
