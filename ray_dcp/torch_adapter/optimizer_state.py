@@ -26,7 +26,7 @@ from collections.abc import (
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -209,6 +209,9 @@ def optimizer_part(optimizer: Any, modules: Mapping[str, nn.Module]) -> Any:
             names.
     """
     if not gives_torchs(optimizer, torch.optim.Optimizer):
+        key = naming_module(optimizer, modules)
+        if key is not None and FullyShardedDataParallel.fsdp_modules(modules[key]):
+            return _OwnFormOverFlat(optimizer, modules[key])
         return _OwnForm(optimizer)
     held = held_by(optimizer).items()
     # Why not of equal state: the outer one's state dict has it.
@@ -1407,6 +1410,148 @@ class _FlatParameters(_OwnForm):
                 group=_group_of(self._module),
             )
         self._optimizer.load_state_dict(packed)
+
+
+class _OwnFormOverFlat(_OwnForm):
+    """Adapter of an optimizer that defines its own values, over FSDP1's flat parameters.
+
+    FSDP1 shards what the optimizer has for each parameter. The form stays the optimizer's, with the
+    numbers that parameters have without FSDP1, so that a load without it finds them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        super().__init__(optimizer)
+        self._module = module
+        self._inner = next(iter(wrapped_by(optimizer)), optimizer)
+        self._names: list[list[str]] = []
+        """FSDP1's names of the parameters of each group."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = _containers(self._optimizer.state_dict())
+        for each in _by_parameter(found):
+            each.renew(self._sharded(each.by_number(self._sizes())), self._own_sizes())
+        return found
+
+    def _sizes(self) -> list[int]:
+        """Returns how many parameters this rank's groups have, each flat one as one."""
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def _own_sizes(self) -> list[int]:
+        """Returns how many parameters the groups have without FSDP1."""
+        return [len(names) for names in self._names]
+
+    def _sharded(self, state: dict[int, Any]) -> dict[int, Any]:
+        """Returns state by the numbers of parameters without FSDP1; a collective."""
+        numbers = iter(range(sum(self._sizes())))
+        groups = [{"params": list(islice(numbers, size))} for size in self._sizes()]
+        with sharded_state(self._module):
+            found = FullyShardedDataParallel.optim_state_dict(
+                self._module,
+                self._inner,
+                {"state": state, "param_groups": groups},
+                group=_group_of(self._module),
+            )
+        self._names = [group["params"] for group in found["param_groups"]]
+        names = enumerate(chain.from_iterable(self._names))
+        return {number: found["state"][name] for number, name in names if name in found["state"]}
+
+    def _own_key(self, parent: str, part: Any) -> Any:
+        key = _keys(part)[-1]
+        sizes = self._own_sizes()
+        if isinstance(key, tuple):
+            return key if key[0] < len(sizes) and key[1] < sizes[key[0]] else None
+        if parent == "state" and isinstance(key, int):
+            return key if key < sum(sizes) else None
+        return super()._own_key(parent, part)
+
+    def _set(self, state_dict: dict[str, Any]) -> None:
+        for each in _by_parameter(state_dict):
+            each.renew(self._local(each.by_number(self._own_sizes())), self._sizes())
+        self._optimizer.load_state_dict(state_dict)
+
+    def _local(self, state: dict[int, Any]) -> dict[int, Any]:
+        """Returns this rank's part of state, by the numbers of its parameters; a collective."""
+        names = list(chain.from_iterable(self._names))
+        with sharded_state(self._module):
+            packed = FullyShardedDataParallel.optim_state_dict_to_load(
+                self._module,
+                self._inner,
+                {
+                    "state": {names[number]: value for number, value in state.items()},
+                    "param_groups": [{"params": some} for some in self._names],
+                },
+                group=_group_of(self._module),
+            )
+        found: dict[int, Any] = packed["state"]
+        for number, parameter in enumerate(_parameters(self._optimizer)):
+            # Why: FSDP1 leaves out parameters of which this rank has no part; some count them.
+            if number not in found and number in state and not parameter.numel():
+                found[number] = {
+                    k: parameter.new_empty(parameter.shape, dtype=v.dtype)
+                    if isinstance(v, torch.Tensor) and v.dim()
+                    else v
+                    for k, v in state[number].items()
+                }
+        return found
+
+
+@dataclass
+class _ByParameter:
+    """State in an optimizer's own form that has an entry for each parameter.
+
+    Args:
+        state: By the number of the parameter, or by that of its group and in it.
+        groups: The groups that list the numbers; None if there are none beside it.
+    """
+
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]] | None = None
+
+    def by_number(self, sizes: Sequence[int]) -> dict[int, Any]:
+        """Returns the entries by the numbers of parameters, counted over the groups.
+
+        Args:
+            sizes: How many parameters each group has.
+        """
+        if self.groups is not None:
+            return dict(self.state)
+        starts = [0, *accumulate(sizes)]
+        return {starts[group] + number: value for (group, number), value in self.state.items()}
+
+    def renew(self, state: Mapping[int, Any], sizes: Sequence[int]) -> None:
+        """Replaces the entries, given by number, and the numbers that groups list."""
+        numbers = iter(range(sum(sizes)))
+        lists = [list(islice(numbers, size)) for size in sizes]
+        keys: dict[int, Any] = {}
+        for index, some in enumerate(lists):
+            for place, number in enumerate(some):
+                keys[number] = number if self.groups is not None else (index, place)
+        self.state.clear()
+        self.state.update((keys[number], value) for number, value in state.items())
+        for group, some in zip(self.groups or (), lists, strict=False):
+            group["params"] = some
+
+
+def _by_parameter(tree: Any, depth: int = 0) -> Iterator[_ByParameter]:
+    """Yields what an optimizer's own form has for each parameter, in the same order on all ranks.
+
+    A mapping that is empty counts: other ranks may have entries in it.
+    """
+    if not isinstance(tree, dict) or depth > MAX_DEPTH:
+        return
+    state, groups = tree.get("state"), tree.get("param_groups")
+    if isinstance(state, dict) and isinstance(groups, list):
+        yield _ByParameter(state, groups)
+        return
+    if all(_is_pair(key) for key in tree):
+        yield _ByParameter(tree)
+        return
+    for value in tree.values():
+        yield from _by_parameter(value, depth + 1)
+
+
+def _is_pair(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, int) for part in key)
 
 
 def _group_of(module: nn.Module) -> Any:

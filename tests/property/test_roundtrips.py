@@ -312,7 +312,7 @@ def test_stock_items_of_any_stride_are_read_as_what_they_hold(data):
 if os.environ.get("RAY_DCP_THOROUGH"):
     WRAPS = (*wrapping.WRAPPED, *module_ranks.OPTIMIZED)
 else:
-    WRAPS = (*wrapping.FEW[1::2], "compile+AC | DDP @ Lookahead")
+    WRAPS = (*wrapping.FEW[1::2], "compile+AC | DDP @ Lookahead", " | FSDP1 orig @ Lookahead")
 
 
 @pytest.fixture(scope="module")

@@ -62,9 +62,8 @@ OPTIMIZED = tuple(
     for wraps in ("compile+AC | DDP", "compile+AC+FSDP2 | FSDP2", "compile+AC | FSDP1 orig+compile")
     for name in OPTIMIZERS
     if name != "AdamW"
-    # Why: Lookahead can't step DTensors, and saves of either over FSDP1 are refused.
-    if not (name == "Lookahead" and "FSDP" in wraps)
-    and not (name == "ScheduleFreeWrapper" and "FSDP1" in wraps)
+    # Why: Lookahead can't step DTensors.
+    if not (name == "Lookahead" and "FSDP2" in wraps)
 )
 """Wraps and optimizers that are tried by hand."""
 
