@@ -74,7 +74,8 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
     aborted (the save failed), damaged (files are missing or have the wrong length), stock (not
     written by ray_dcp), deleted, or unreadable. NEW is the number of bytes that the step before in
-    its run does not have, by stored hashes. REUSED is the number of bytes that the save did not
+    its run does not have, by stored hashes. TRUST is the verdict by the name with which the run's
+    manager trusts steps. REUSED is the number of bytes that the save did not
     write, as it linked or copied files of an earlier step. STALL is how long training waited;
     DURABLE is the time until the commit.
     """
@@ -137,6 +138,7 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
         "metrics": dict(step.metrics),
         "metadata": dict(step.metadata),
         "tags": list(step.tags),
+        "trusted": step.is_trusted,
         "note": step.note,
         "new_bytes": step.new_bytes if looks_in else None,
         "layout": step.layout if looks_in else None,

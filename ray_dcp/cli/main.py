@@ -362,7 +362,8 @@ def main() -> None:
     """Inspect, verify and copy checkpoints of PyTorch jobs: ray_dcp, torch's DCP, safetensors.
 
     A checkpoint is named by its path or URL, or as RUN@STEP: run@latest, run@best, run@best:loss,
-    run@500, run@TAG. Commands that write accept --dry-run. Tables are fitted to the terminal.
+    run@trusted:eval_ok, run@500, run@TAG. Commands that write accept --dry-run. Tables are fitted
+    to the terminal.
 
     Exit status: 0 success, 1 the checkpoint is damaged, 130 interrupted by Ctrl-C (129 by SIGHUP,
     143 by SIGTERM), 2 anything else.

@@ -57,6 +57,7 @@ from ray_dcp.format.names import (
     check_tag,
 )
 from ray_dcp.format.step_info import info_slot
+from ray_dcp.format.verdicts import TRUST, trust_key
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reserve import RESERVE, keep_reserve
 from ray_dcp.place.done_marks import marks_removed_last
@@ -436,7 +437,10 @@ def _count_files(view: CheckpointView) -> tuple[int, int]:
 
 
 def _copy_marks(step: StepView, target: str) -> None:
-    """Copies tags and note of a step in a run."""
+    """Copies tags, note and later metrics of a step in a run, and by what the run trusts steps."""
+    shared = open_storage(place_below(Target(target), SHARED_FOLDER))
+    if step.step is not None and step.trust and not list(shared.list(TRUST)):
+        shared.write(trust_key(step.trust), b"")
     if step.step is not None and step.metrics:
         from ray_dcp.manager.following import record_metrics, recorded_metrics
 

@@ -49,20 +49,44 @@ class RecordedMetric(NamedTuple):
             >>> RecordedMetric(500, "0123456789abcdef", 1, "eval_loss", 0.25).key
             'metrics/500.0123456789abcdef.1.eval!5floss=0.25'
         """
-        name = "".join(
-            letter if _PLAIN.fullmatch(letter) else "".join(f"!{b:02x}" for b in letter.encode())
-            for letter in self.name
-        )
-        if len(name) > _MOST_CHARS:
-            raise InvalidRequestError(
-                f"the name of a metric that is recorded after a save must have at most "
-                f"{_MOST_CHARS} letters (others count three times), but {self.name!r} has "
-                f"{len(name)}",
-                key="metrics",
-            )
+        name = encoded_name(self.name, "metrics")
         # Why without a plus: some object stores take it for a space.
         value = repr(float(self.value)).replace("+", "")
         return f"{metrics_of(self.step, self.attempt)}{self.number}.{name}={value}"
+
+
+def encoded_name(name: str, key: str) -> str:
+    """Returns the name of a metric as a part of a file name.
+
+    Args:
+        name: The name.
+        key: Name of the argument, for the error.
+
+    Raises:
+        InvalidRequestError: The name is too long.
+    """
+    found = "".join(
+        letter if _PLAIN.fullmatch(letter) else "".join(f"!{b:02x}" for b in letter.encode())
+        for letter in name
+    )
+    if len(found) > _MOST_CHARS:
+        raise InvalidRequestError(
+            f"the name of a metric that is recorded after a save must have at most {_MOST_CHARS} "
+            f"letters (others count three times), but {name!r} has {len(found)}",
+            key=key,
+        )
+    return found
+
+
+def decoded_name(text: str) -> str:
+    """Returns what `encoded_name` encoded.
+
+    Raises:
+        ValueError: It is no result of `encoded_name`.
+    """
+    head, *rest = text.split("!")
+    data = head.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)
+    return data.decode()
 
 
 def metrics_of(step: int, attempt: str | None = None) -> str:
@@ -89,15 +113,11 @@ def recorded_in(keys: Iterable[str]) -> list[RecordedMetric]:
             continue
         step, attempt, number, name, value = match.groups()
         try:
-            head, *rest = name.split("!")
-            data = head.encode() + b"".join(
-                bytes.fromhex(part[:2]) + part[2:].encode() for part in rest
-            )
             metric = RecordedMetric(
                 int(step),
                 "" if attempt == "stock" else attempt,
                 int(number),
-                data.decode(),
+                decoded_name(name),
                 float(value),
             )
         except ValueError:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         LatestN,
         RetentionPolicy,
         StepFacts,
+        Trust,
+        TrustRule,
     )
     from ray_dcp.manager.save_policies import (
         AllOf,
@@ -62,6 +64,8 @@ __all__ = [
     "SavedStep",
     "StepExport",
     "StepFacts",
+    "Trust",
+    "TrustRule",
 ]
 
 _HOMES = {
@@ -79,6 +83,8 @@ _HOMES = {
     "SavedStep": "collective_actions",
     "StepExport": "step_export",
     "StepFacts": "retention",
+    "Trust": "retention",
+    "TrustRule": "retention",
 }
 """Module of each name; the others are policies that decide when to save."""
 

@@ -30,7 +30,7 @@ from ray_dcp.format.recorded_metrics import latest_values, recorded_in
 from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, encode_catalogue, info_slot
 from ray_dcp.io.announced_deletions import fence
 from ray_dcp.io.records import highest_record, info_below, read_slots
-from ray_dcp.manager.retention import Order, StepFacts, age_in
+from ray_dcp.manager.retention import Order, StepFacts, Trust, age_in
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
@@ -173,6 +173,26 @@ class Catalogue:
     def metrics_of(self, found: StepFound) -> Mapping[str, float]:
         """Returns all metrics of a step."""
         return found.facts(frozenset(), self.recorded_of(found)).metrics
+
+    def trusted(self, trust: Trust, order: Order) -> list[StepFound]:
+        """Returns the trusted steps, oldest first.
+
+        Raises:
+            CheckpointError: The function of `trust` raised an error.
+        """
+        return [one for one in self.oldest_first(order) if self.is_trusted(one, trust)]
+
+    def is_trusted(self, found: StepFound, trust: Trust) -> bool:
+        """Returns whether a step is trusted.
+
+        Raises:
+            CheckpointError: The function of `trust` raised an error.
+        """
+        # Why: a function can't know that the metrics of a step could not be read.
+        if not trust.name and not found.is_known:
+            return False
+        tags = self.tags.get(found.step, frozenset())
+        return bool(trust.verdict(found.facts(tags, self.recorded_of(found))))
 
     def add(self, found: StepFound) -> None:
         """Adds a step that was committed."""

@@ -35,6 +35,7 @@ from ray_dcp.manager.catalogue import Root, StepFound, look_at_step
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.manager.restore_order import MOST_LOOKS, Wanted, candidates, targets_of
+from ray_dcp.manager.retention import Trust
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policies import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Item, Settings, states_of
@@ -455,6 +456,7 @@ class CollectiveActions:
         state_dict: Mapping[str, Any],
         options: LoadOptions | None,
         progress: ShowProgress = False,
+        trust: Trust | None = None,
     ) -> RestoreReport:
         """Loads a step into a state dict, in place; see `CheckpointManager.restore`.
 
@@ -463,11 +465,18 @@ class CollectiveActions:
             state_dict: Values to fill.
             options: Options of the load; those of the item if None.
             progress: As for `load`.
+            trust: Which steps are trusted; others are not restored then.
         """
         is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
         if not is_number and wanted not in ("latest", "best", "auto"):
             raise InvalidRequestError(
                 f"expected a step, 'latest', 'best' or 'auto', but found {wanted!r}", key="step"
+            )
+        if is_number and trust is not None:
+            raise InvalidRequestError(
+                f"trust= chooses among the steps for 'latest', 'best' or 'auto', but step {wanted} "
+                f"was chosen by its number; leave one of the two out",
+                key="trust",
             )
         check_options(options, LoadOptions)
         with ExitStack() as leases:
@@ -478,7 +487,7 @@ class CollectiveActions:
             def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
                 return [
                     (one.step, one.name, {} if one.info is None else dict(one.info.items))
-                    for one in self._choose_steps(wanted, leases, left)
+                    for one in self._choose_steps(wanted, leases, left, trust)
                 ]
 
             told = self.agree(f"which step is {wanted!r}", decide)
@@ -529,7 +538,7 @@ class CollectiveActions:
         self.writer.loaded(step, attempt, skipped)
 
     def _choose_steps(
-        self, wanted: Wanted, leases: ExitStack, left: threading.Event
+        self, wanted: Wanted, leases: ExitStack, left: threading.Event, trust: Trust | None
     ) -> list[StepFound]:
         """Returns the steps to try, after protecting the first one from deletion. On rank 0.
 
@@ -537,9 +546,10 @@ class CollectiveActions:
             wanted: The requested step.
             leases: Gets the lease.
             left: Set when the caller has stopped waiting.
+            trust: Which steps are trusted.
         """
         for _ in range(MOST_LOOKS):
-            found = candidates(wanted, self.writer.look(), self.settings, self.root.url)
+            found = candidates(wanted, self.writer.look(), self.settings, self.root.url, trust)
             first = found[0]
             lease = ReaderLease(self.root, first.step, lease_s=self.settings.lease_s)
             try:

@@ -10,6 +10,7 @@ step without the metric, and the next one evaluates it again.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -25,6 +26,7 @@ from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
 from ray_dcp.manager.metrics import check_metrics
 from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.retention import Trust, TrustRule
 from ray_dcp.options import check_above_0
 from ray_dcp.rank.rank_load import StepRange
 from ray_dcp.store.location import AnyPlace
@@ -86,7 +88,10 @@ class FollowedStep:
         ]
         for key in new:
             shared.write(key, b"")
-        unsure = self._root.fence(f"step {self.step} was given metrics", self.step)
+        # Why all: another deletion may have been decided because this step was trusted.
+        is_against = any(math.isnan(value) or not value for value in numbers.values())
+        fenced = None if is_against else self.step
+        unsure = self._root.fence(f"step {self.step} was given metrics", fenced)
         found = look_at_step(self._root, self._name, self.step)
         if found is None or found.attempt != self.attempt:
             shared.delete(new)
@@ -107,6 +112,7 @@ def follow(
     newer_than: int | None = None,
     timeout_s: float | None = None,
     poll_s: float = 10.0,
+    trust: TrustRule | None = None,
 ) -> Iterator[FollowedStep]:
     """Yields each committed step of a run once, and waits for new ones.
 
@@ -121,6 +127,8 @@ def follow(
         newer_than: Yield only later steps than this.
         timeout_s: The iterator ends when no new step comes for so long, in seconds; never if None.
         poll_s: How often to look for new steps, in seconds.
+        trust: Yield only the steps that are trusted: the name of a metric or a tag, or a function
+            of `StepFacts`, as for `CheckpointManager`. A step is yielded once it has the verdict.
 
     Yields:
         Steps in ascending order as far as they are committed. A step that is saved again is
@@ -148,8 +156,8 @@ def follow(
         raise InvalidRequestError(
             f"metric must be the name of a metric, but is {metric!r}", key="metric"
         )
-    wanted = StepRange(newer_than=newer_than)
-    return _follow(Root(absolute_target(run)), metric, wanted, timeout_s, poll_s)
+    wanted, given = StepRange(newer_than=newer_than), None if trust is None else Trust(trust)
+    return _follow(Root(absolute_target(run)), metric, wanted, timeout_s, poll_s, given)
 
 
 class _AnyNames(StepNames):
@@ -161,7 +169,12 @@ class _AnyNames(StepNames):
 
 
 def _follow(
-    root: Root, metric: str | None, wanted: StepRange, timeout_s: float | None, poll_s: float
+    root: Root,
+    metric: str | None,
+    wanted: StepRange,
+    timeout_s: float | None,
+    poll_s: float,
+    trust: Trust | None = None,
 ) -> Generator[FollowedStep, None, None]:
     seen = set[tuple[int, str]]()
     catalogue: Catalogue | None = None
@@ -175,6 +188,7 @@ def _follow(
             and (one.attempt or not one.is_ours)
             and (one.step, one.attempt) not in seen
             and metric not in catalogue.metrics_of(one)
+            and (trust is None or catalogue.is_trusted(one, trust))
         ]
         for one in todo:
             with ReaderLease(root, one.step, lease_s=LEASE_S) as lease:

@@ -35,7 +35,7 @@ from ray_dcp.manager.collective_actions import CollectiveActions, RestoreReport,
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.manager.restore_order import Wanted, best_step_of, candidates
-from ray_dcp.manager.retention import Mode, Order, RetentionPolicy
+from ray_dcp.manager.retention import Mode, Order, RetentionPolicy, Trust, TrustRule
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policies import SaveFacts, SavePolicy
 from ray_dcp.manager.settings import (
@@ -44,6 +44,7 @@ from ray_dcp.manager.settings import (
     items_of,
     retention_of,
     save_policy_of,
+    trust_of,
 )
 from ray_dcp.manager.step_export import StepExport, StepExporter
 from ray_dcp.options import LoadOptions, plain_integer
@@ -122,6 +123,10 @@ class CheckpointManager:
         lease_s: Time without a renewal after which a writer or reader on another machine counts as
             dead, in seconds.
         on_failure: Called in a thread, with step and error, when an asynchronous save fails.
+        trust: Which steps are trusted: the name of a metric or a tag, or a function of `StepFacts`
+            that returns True, False, or None without a verdict. 0 and NaN are verdicts against a
+            step. Retention always keeps the newest trusted step.
+        hold_s: Retention keeps a step without a verdict by `trust` for so long, in seconds.
         export: Which steps are exported in the background, for example as Hugging Face models. A
             failed export is logged and emits the event `export.failed`; the run goes on.
         no_dist: Whether this process is alone, regardless of the process group.
@@ -169,6 +174,8 @@ class CheckpointManager:
         sync_every: int = 1,
         lease_s: float = LEASE_S,
         on_failure: Callable[[int, CheckpointError], object] | None = None,
+        trust: TrustRule | None = None,
+        hold_s: float | None = None,
         export: StepExport | None = None,
         no_dist: bool = False,
     ) -> None:
@@ -183,6 +190,7 @@ class CheckpointManager:
             takeover=takeover,
             sync_every=sync_every,
             lease_s=lease_s,
+            trust=trust_of(trust, hold_s),
         )
         self._root = Root(target_of(path, None))
         self._exporter = None
@@ -238,12 +246,16 @@ class CheckpointManager:
         """
         return list(self._writer.look().steps)
 
-    def latest_step(self) -> int | None:
+    def latest_step(self, *, trust: TrustRule | None = None) -> int | None:
         """Returns the newest committed step; None if there is none.
 
         That is the highest one; with `order="any"`, the one that was saved last.
+
+        Args:
+            trust: Only steps that are trusted; see `CheckpointManager`.
         """
-        steps = self._writer.look().oldest_first(self._settings.order)
+        found, order = self._writer.look(), self._settings.order
+        steps = found.oldest_first(order) if trust is None else found.trusted(Trust(trust), order)
         return steps[-1].step if steps else None
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
@@ -309,6 +321,7 @@ class CheckpointManager:
         newer_than: int | None = None,
         timeout_s: float | None = None,
         poll_s: float = 10.0,
+        trust: TrustRule | None = None,
     ) -> Iterator[int]:
         """Yields the newest step whenever there is a new one, for evaluation beside the training.
 
@@ -319,6 +332,7 @@ class CheckpointManager:
             newer_than: Yield only later steps than this one.
             timeout_s: Stop when there was no new step for this time, in seconds; None never stops.
             poll_s: Interval of scans, in seconds.
+            trust: Only steps that are trusted; see `CheckpointManager`.
 
         Yields:
             A committed step.
@@ -329,9 +343,14 @@ class CheckpointManager:
         """
         wanted, seen = StepRange(newer_than=newer_than), set[tuple[int, str]]()
         since_s = time.monotonic()
+        given = None if trust is None else Trust(trust)
         while not self._closed:
-            found = self._writer.look().oldest_first(self._settings.order)
-            steps = [(one.step, one.attempt) for one in found]
+            found = self._writer.look()
+            steps = [
+                (one.step, one.attempt)
+                for one in found.oldest_first(self._settings.order)
+                if given is None or found.is_trusted(one, given)
+            ]
             if steps and steps[-1][0] in wanted and steps[-1] not in seen:
                 try:
                     with self.reading(steps[-1][0]):
@@ -521,6 +540,7 @@ class CheckpointManager:
         *,
         options: LoadOptions | None = None,
         progress: ShowProgress = False,
+        trust: TrustRule | None = None,
     ) -> RestoreReport:
         """Loads a step into a state dict, in place.
 
@@ -532,6 +552,9 @@ class CheckpointManager:
             state_dict: As for `ray_dcp.load`; with `items`, a state dict for each requested item.
             options: Options of the load; those of the item if None.
             progress: As for `ray_dcp.load`; it names the item, or the step, that is loaded.
+            trust: "latest", "best" and "auto" choose among the steps that are trusted; see
+                `CheckpointManager`. That of rank 0 counts. Newer steps stay: to train on from a
+                trusted step, `rewind` to it, or make the manager with `order="any"`.
 
         Returns:
             The restored step, and the report of each load.
@@ -543,7 +566,13 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.load`.
         """
         self._check_open()
-        return self._actions.restore(plain_integer(step), state_dict, options, progress)
+        return self._actions.restore(
+            plain_integer(step),
+            state_dict,
+            options,
+            progress,
+            None if trust is None else Trust(trust),
+        )
 
     def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ray_dcp.commit_protocol.messages import Target
@@ -11,7 +11,16 @@ from ray_dcp.errors import (
     InvalidRequestError,
 )
 from ray_dcp.manager.catalogue import Catalogue, StepFound
-from ray_dcp.manager.retention import Mode, Order, RetentionPolicy, age_in, best_of, rankings
+from ray_dcp.manager.retention import (
+    Mode,
+    Order,
+    RetentionPolicy,
+    StepFacts,
+    Trust,
+    age_in,
+    best_of,
+    rankings,
+)
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.store.opening import place_below
 
@@ -27,6 +36,7 @@ def best_step_of(
     metric: str | None = None,
     mode: Mode | None = None,
     order: Order = "increasing",
+    facts: Sequence[StepFacts] | None = None,
 ) -> int | None:
     """Returns the committed step with the best value of a metric; None if no step has it.
 
@@ -36,6 +46,7 @@ def best_step_of(
         metric: Name of the metric.
         mode: Whether the lowest or the highest value is the best; "min" if nothing gives it.
         order: What makes a step newer than others of the same value; see `age_in`.
+        facts: The steps among which the best is found; all if None.
 
     Raises:
         InvalidRequestError: No metric is given, and the policy does not have exactly one `BestN`.
@@ -52,12 +63,13 @@ def best_step_of(
         ((metric, own_mode),) = ranked
     else:
         own_mode = dict(ranked).get(metric, "min")
-    best = best_of(sorted(catalogue.facts(), key=age_in(order)), metric, mode or own_mode)
+    some = catalogue.facts() if facts is None else facts
+    best = best_of(sorted(some, key=age_in(order)), metric, mode or own_mode)
     return best[0].step if best else None
 
 
 def candidates(
-    wanted: Wanted, catalogue: Catalogue, settings: Settings, url: str
+    wanted: Wanted, catalogue: Catalogue, settings: Settings, url: str, trust: Trust | None = None
 ) -> list[StepFound]:
     """Returns the steps to try, in order.
 
@@ -66,18 +78,24 @@ def candidates(
         catalogue: The committed steps.
         settings: Settings of the manager, which define the best and the newest step.
         url: Path or URL of the root.
+        trust: Which steps are trusted; others are not chosen then.
 
     Raises:
         CheckpointNotFoundError: There is no such step.
         InvalidRequestError: The best step is not defined.
     """
     steps = catalogue.steps
+    in_order = catalogue.oldest_first(settings.order)
+    if trust is not None:
+        in_order = catalogue.trusted(trust, settings.order)
     if wanted == "auto":
-        chosen = catalogue.oldest_first(settings.order)[: -MOST_TRIED - 1 : -1]
+        chosen = in_order[: -MOST_TRIED - 1 : -1]
     elif wanted == "latest":
-        chosen = catalogue.oldest_first(settings.order)[-1:]
+        chosen = in_order[-1:]
     elif wanted == "best":
-        best = best_step_of(catalogue, settings.kept, order=settings.order)
+        numbers = {one.step for one in in_order}
+        facts = [one for one in catalogue.facts() if one.step in numbers]
+        best = best_step_of(catalogue, settings.kept, order=settings.order, facts=facts)
         chosen = [] if best is None else [steps[best]]
     else:
         chosen = [steps[wanted]] if wanted in steps else []
@@ -90,8 +108,12 @@ def candidates(
         found = "no committed step: check the path, or begin anew where latest_step() is None"
     what = {"auto": "a step", "latest": "a step", "best": "a step with the metric"}
     step = wanted if isinstance(wanted, int) else None
+    trusted = ""
+    if trust is not None and there:
+        trusted = f" that is trusted by {trust.rule!r}"
+        found += ", without such a verdict: give one, or restore without trust="
     raise CheckpointNotFoundError(
-        f"expected {what.get(str(wanted), f'step {wanted}')} in {url}, found {found}",
+        f"expected {what.get(str(wanted), f'step {wanted}')}{trusted} in {url}, found {found}",
         checkpoint_id=url,
         step=step,
     )

@@ -6,6 +6,9 @@ steps. None reads a clock or the storage.
 `superfluous` returns the steps that may be deleted. Whatever the policy decides, these never
 include the newest step, a tagged step, or a step that the caller protects.
 
+Nor do they include `anchors`: the newest step that is trusted (`Trust`), and one without a metric
+that is NaN, so that a training that diverged does not displace what it could go back to.
+
 **Unreadable metrics.** A step whose info can't be read is kept, whatever the policy. It must not
 cause other steps to be deleted either: `superfluous` keeps every other step that the policy may
 keep, whatever the unreadable one holds.
@@ -20,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.format.verdicts import trust_key, verdict_in
 from ray_dcp.manager.policies import Combination, parts_of
 from ray_dcp.options import check_above_0, check_whole, set_checked
 
@@ -247,6 +251,113 @@ class KeepNot(_RetentionCombination):
         return [not any(each) for each in self._answers_of_parts(steps)]
 
 
+TrustRule = str | Callable[[StepFacts], bool | None]
+"""Name of a metric or a tag; or a function of a step's facts: True, False, or None without a
+verdict yet."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Which steps are trusted, and how long retention waits for a verdict.
+
+    Args:
+        rule: Name of a metric or a tag, or a function. See `verdict_in` for names.
+        hold_s: Retention keeps a step without a verdict for so long after its save, in seconds.
+
+    Raises:
+        InvalidRequestError: The rule is neither a name nor a function, or the time is no positive
+            number.
+
+    Examples:
+        >>> trust = Trust("eval_ok")
+        >>> [trust.verdict(StepFacts(step=1, metrics=m)) for m in ({"eval_ok": 1.0}, {})]
+        [True, None]
+    """
+
+    rule: TrustRule
+    hold_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rule, str) and self.rule:
+            trust_key(self.rule)
+        elif not callable(self.rule):
+            raise InvalidRequestError(
+                f"trust must be the name of a metric or a tag, as 'eval_ok', or a function of "
+                f"StepFacts, but is {self.rule!r}",
+                key="trust",
+            )
+        if self.hold_s is not None:
+            set_checked(self, hold_s=check_above_0(self.hold_s, "hold_s"))
+
+    @property
+    def name(self) -> str:
+        """The name that the rule is; "" for a function."""
+        return self.rule if isinstance(self.rule, str) else ""
+
+    def verdict(self, facts: StepFacts) -> bool | None:
+        """Returns whether a step is trusted; None if it has no verdict.
+
+        Raises:
+            CheckpointError: The function raised an error.
+        """
+        if isinstance(self.rule, str):
+            return verdict_in(self.rule, facts.metrics, facts.tags)
+        try:
+            found = self.rule(facts)
+            return None if found is None else bool(found)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"expected trust={self.rule!r} to decide whether step {facts.step} is trusted, but "
+                f"{_raised(error)}. No step is removed until it answers"
+            ) from error
+
+    def held(self, facts: StepFacts, now_s: float) -> bool:
+        """Returns whether retention keeps a step because it waits for the verdict.
+
+        Args:
+            facts: Facts of the step.
+            now_s: Current time by the clock of rank 0, in seconds since the epoch.
+        """
+        if self.hold_s is None or now_s - facts.created_s >= self.hold_s:
+            return False
+        return self.verdict(facts) is None
+
+
+def anchors(
+    steps: Sequence[StepFacts], trust: Trust | None = None, kept: Collection[int] = ()
+) -> set[int]:
+    """Returns the steps that retention keeps, whatever the policy decides, to go back to.
+
+    These are the newest step that is trusted and, unless a step without a metric that is NaN is
+    kept anyway, the newest one of those. If every step has a NaN, it is the oldest step, the
+    nearest to the time before.
+
+    Args:
+        steps: Committed steps that can be loaded, oldest first.
+        trust: Which steps are trusted.
+        kept: Steps that are kept for another reason.
+
+    Raises:
+        CheckpointError: The function of `trust` raised an error.
+
+    Examples:
+        >>> losses = (0.4, 0.5, math.nan, math.nan)
+        >>> steps = [StepFacts(step=s, metrics={"loss": x}) for s, x in enumerate(losses)]
+        >>> anchors(steps), anchors(steps, kept={0, 3})
+        ({1}, set())
+    """
+    sound = [one.step for one in steps if not any(map(math.isnan, one.metrics.values()))]
+    found = set[int]()
+    if steps and not set(sound) & {*kept}:
+        found.add(sound[-1] if sound else steps[0].step)
+    if trust is not None:
+        newest = next((one.step for one in reversed(steps) if trust.verdict(one)), None)
+        found |= set() if newest is None else {newest}
+    return found
+
+
 def superfluous(
     steps: Iterable[StepFacts],
     policy: RetentionPolicy | None,
@@ -254,10 +365,13 @@ def superfluous(
     protected: Collection[int] = (),
     unknown: Sequence[StepFacts] = (),
     order: Order = "increasing",
+    trust: Trust | None = None,
+    now_s: float = 0.0,
 ) -> tuple[int, ...]:
     """Returns the steps that may be deleted, oldest first.
 
-    The newest step, tagged steps and protected steps are never included.
+    The newest step, tagged steps, protected steps, `anchors`, and steps that are held until their
+    verdict are never included.
 
     Args:
         steps: All committed steps that can be loaded, in any order.
@@ -265,10 +379,12 @@ def superfluous(
         protected: Steps that are needed for another reason.
         unknown: Committed steps whose metrics can't be read.
         order: What makes a step the newest; see `age_in`.
+        trust: Which steps are trusted.
+        now_s: Current time by the clock of rank 0, in seconds since the epoch.
 
     Raises:
         InvalidRequestError: The policy does not return one answer for each step.
-        CheckpointError: The policy raised an error.
+        CheckpointError: The policy or the function of `trust` raised an error.
 
     Examples:
         >>> steps = [StepFacts(step=s, metrics={"loss": float(s)}) for s in (1, 2, 3)]
@@ -290,7 +406,10 @@ def superfluous(
         guessed.append(sorted([*known, *guesses], key=age))
     _, maybe_kept = _bounds(policy, guessed)
     kept = {known[-1].step, *protected, *maybe_kept}
-    return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
+    kept |= {one.step for one in known if one.tags or (trust and trust.held(one, now_s))}
+    # Why not with unknown steps: what the policy keeps then depends on guesses.
+    kept |= anchors(known, trust, () if unknown else kept)
+    return tuple(facts.step for facts in known if facts.step not in kept)
 
 
 def newest_whole(steps: Sequence[tuple[int, str]], whole: Mapping[int, str]) -> int | None:
@@ -356,11 +475,9 @@ def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool
         raise
     except Exception as error:
         # Why: the save is committed by now, and a policy that failed must not delete anything.
-        where = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
-            f"expected {policy!r} to decide which of {len(steps)} steps to keep, but it raised "
-            f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}). No step is "
-            f"removed until it answers; mend its keeps()"
+            f"expected {policy!r} to decide which of {len(steps)} steps to keep, but "
+            f"{_raised(error)}. No step is removed until it answers; mend its keeps()"
         ) from error
     if len(answers) != len(steps):
         raise InvalidRequestError(
@@ -391,6 +508,11 @@ def _bounds(
         return every.difference(*maybe), every.difference(*sure)
     kept = [_kept_steps(policy, steps) for steps in guessed]
     return set.intersection(*kept), set().union(*kept)
+
+
+def _raised(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"it raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
 
 
 def _kept_steps(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:

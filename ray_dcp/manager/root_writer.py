@@ -31,6 +31,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import TAGS, check_tag, tag_key, tags_in
 from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
+from ray_dcp.format.verdicts import TRUST, trust_key
 from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.io.records import used_slots
 from ray_dcp.manager.catalogue import (
@@ -53,7 +54,14 @@ from ray_dcp.manager.deletions import (
 )
 from ray_dcp.manager.metrics import check_metrics
 from ray_dcp.manager.reader_leases import Readers
-from ray_dcp.manager.retention import StepFacts, age_in, newest_whole, rankings, superfluous
+from ray_dcp.manager.retention import (
+    StepFacts,
+    age_in,
+    anchors,
+    newest_whole,
+    rankings,
+    superfluous,
+)
 from ray_dcp.manager.save_policies import SaveCosts, SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.step_target import StepTarget, free_number
@@ -405,8 +413,10 @@ class Writer:
 
     @property
     def _waits_for_metrics(self) -> bool:
-        """Whether other processes record metrics by which steps are kept."""
-        return any(ranking.later for ranking in rankings(self._settings.kept))
+        """Whether other processes record metrics or tags by which steps are kept."""
+        return self._settings.trust is not None or any(
+            ranking.later for ranking in rankings(self._settings.kept)
+        )
 
     def make_room(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Deletes, before a save, what retention would delete after it, and a save without space.
@@ -483,10 +493,20 @@ class Writer:
         attempts = [(step, catalogue.steps[step].attempt) for step in in_order]
         whole = newest_whole(attempts, self.whole)
         protected |= set() if whole is None else {whole}
-        chosen = partial(superfluous, policy=policy, unknown=unknown, order=order)
+        trust = self._settings.trust
+        chosen = partial(
+            superfluous,
+            policy=policy,
+            unknown=unknown,
+            order=order,
+            trust=trust,
+            now_s=time.time(),
+        )
         goes = {*chosen(facts, protected=protected)}
         if self._next is not None and self._next.step not in catalogue.steps:
-            protected |= {newest, self._next.step}
+            # Why the anchors: those of what is committed; the next step is not yet.
+            committed = sorted(facts, key=age_in(order))
+            protected |= {newest, self._next.step, *anchors(committed, trust)}
             both = (self._next, dataclasses.replace(self._next, metrics={}))
             goes |= set.intersection(
                 *({*chosen([*facts, one], protected=protected)} for one in both)
@@ -569,6 +589,8 @@ class Writer:
         self._check_deletable(step)
         if remove:
             self._untag(step, [tag])
+            # Why: another deletion may have been decided because this step was trusted.
+            self.root.fence(f"the tag {tag!r} of step {step} was removed", None)
             return
         self.root.shared.write(tag_key(step, tag), b"")
         unsure = self.root.fence(f"step {step} was given the tag {tag!r}", step)
@@ -648,10 +670,23 @@ class Writer:
             self._is_fenced = True
             if unsure:
                 logger.warning("%s", unsure)
+        if not had_it:
+            self._publish_trust()
         if not had_it or not self._is_known:
             self._unpublished += self.look().num_read
         if not had_it:
             self._report_damaged()
+
+    def _publish_trust(self) -> None:
+        """Records the name by which steps are trusted, for readers such as `ray-dcp ls`."""
+        name = "" if self._settings.trust is None else self._settings.trust.name
+        if not name:
+            return
+        key = trust_key(name)
+        keys = {entry.key for entry in self.root.shared.list(TRUST)}
+        if key not in keys:
+            self.root.shared.write(key, b"")
+        self.root.shared.delete(sorted(keys - {key}))
 
     def _report_damaged(self) -> None:
         """Logs which steps are marked as damaged, as no retention deletes them."""

@@ -12,7 +12,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.io.lease_holders import LEASE_S
-from ray_dcp.manager.retention import LatestN, Order, RetentionPolicy, check_retention
+from ray_dcp.manager.retention import (
+    LatestN,
+    Order,
+    RetentionPolicy,
+    Trust,
+    TrustRule,
+    check_retention,
+)
 from ray_dcp.manager.save_policies import (
     AnyOf,
     EverySteps,
@@ -99,6 +106,8 @@ class Settings:
     takeover: bool = False
     sync_every: int = 1
     lease_s: float = LEASE_S
+    trust: Trust | None = None
+    """Which steps are trusted; None if nothing is known of that."""
 
     def __post_init__(self) -> None:
         set_checked(
@@ -183,6 +192,26 @@ def retention_of(max_to_keep: int, retention: RetentionPolicy | None) -> Retenti
     if retention is not None:
         return check_retention(retention)
     return LatestN(max_to_keep) if max_to_keep else None
+
+
+def trust_of(trust: TrustRule | None, hold_s: float | None) -> Trust | None:
+    """Returns which steps a manager trusts; None if that is not given.
+
+    Args:
+        trust: `CheckpointManager(trust=...)`.
+        hold_s: `CheckpointManager(hold_s=...)`.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or there is no verdict to wait for.
+    """
+    if trust is not None:
+        return Trust(trust, hold_s)
+    if hold_s is not None:
+        raise InvalidRequestError(
+            "hold_s keeps a step until it has a verdict, so that it needs trust=, as 'eval_ok'",
+            key="hold_s",
+        )
+    return None
 
 
 def items_of(

@@ -36,6 +36,7 @@ from ray_dcp.format.names import (
 from ray_dcp.format.recorded_metrics import latest_values, recorded_in
 from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
 from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
+from ray_dcp.format.verdicts import trusted_by, verdict_in
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.store.local import LocalStorage
@@ -335,6 +336,13 @@ class ListedCheckpoint:
     run: str = ""
     """Folder of its run, relative to the root; empty for the root. An item of a step is in the run
     of the step."""
+    trust: str = ""
+    """Name by which its run trusts steps; empty if none is recorded."""
+
+    @property
+    def is_trusted(self) -> bool | None:
+        """Whether it is trusted, by the name that the run has; None without a verdict or a name."""
+        return verdict_in(self.trust, self.metrics, self.tags) if self.trust else None
 
     @property
     def is_readable(self) -> bool:
@@ -354,6 +362,8 @@ class _SharedFiles:
     """Metrics that were recorded after the save, by step and attempt."""
     marks: frozenset[tuple[int, str]] = frozenset()
     """Step and attempt of each damage mark."""
+    trust: str = ""
+    """Name by which steps are trusted."""
 
 
 def list_checkpoints(
@@ -472,7 +482,8 @@ def _read_shared_of(storage: Storage, run: str, keys: Sequence[str]) -> _SharedF
             with suppress(DamagedCheckpointError):
                 rows = {row.name: row for row in decode_catalogue(data)}
     tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
-    return _SharedFiles(tags, notes, rows, latest_values(recorded_in(keys)), marked_damaged(keys))
+    recorded = latest_values(recorded_in(keys))
+    return _SharedFiles(tags, notes, rows, recorded, marked_damaged(keys), trusted_by(keys))
 
 
 def folders_above(path: str) -> Iterator[str]:
@@ -533,6 +544,7 @@ def _list_one(
         is_marked_damaged=is_marked,
         manifest=manifest,
         run=run,
+        trust=shared.trust,
         **own,
     )
 

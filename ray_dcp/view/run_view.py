@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +210,8 @@ class RunView:
         """Opens a checkpoint of the run.
 
         Args:
-            key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min`; a tag; or the
-                name of a folder.
+            key: A step number; `latest`; `trusted` or `trusted:NAME`; `best`, `best:METRIC` or
+                `best:METRIC:min`; a tag; or the name of a folder.
 
         Raises:
             CheckpointNotFoundError: The run has no such step; the message suggests similar ones.
@@ -219,7 +219,7 @@ class RunView:
             CheckpointError: The checkpoint can't be opened; see `ray_dcp.open`.
 
         Warns:
-            UserWarning: `latest` or `best` skips a damaged step.
+            UserWarning: `latest`, `trusted` or `best` skips a damaged step.
         """
         found = self.step(key)
         over = passed_over(self.steps, key, found)
@@ -371,19 +371,17 @@ class RunView:
                 key="tags",
             )
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
+        fenced = partial(fence, shared, lambda name: open_storage(place_below(self.place, name)))
         if remove:
             shared.delete(keys)
+            # Why: another deletion may have been decided because this step was trusted.
+            fenced(f"a tag of step {number} was removed", None)
             return self.refresh()
         for one in keys:
             shared.write(one, b"")
         # Why after the write: a process that deletes the step announces that first, and then reads
         # the tags.
-        unsure = fence(
-            shared,
-            lambda name: open_storage(place_below(self.place, name)),
-            f"step {number} was given a tag",
-            number,
-        )
+        unsure = fenced(f"step {number} was given a tag", number)
         run, name = self.refresh(), self.step(key).name
         found = next((one for one in run if one.name == name), None)
         # Why listed: the step and its tags may have been deleted, and the step saved again.
@@ -632,7 +630,8 @@ def check_no_step(place: AnyPlace, name: str) -> None:
     run = read_run(replace(target, url=root))
     listed = [one for one in run.steps if one.name != "."]
     named = {key for one in listed for key in (one.name, *one.tags)}
-    if listed and (step in named or is_number(step) or re.fullmatch("latest|best(:.*)?", step)):
+    computed = re.fullmatch("latest|(best|trusted)(:.*)?", step)
+    if listed and (step in named or is_number(step) or computed):
         raise InvalidRequestError(
             f"expected a path to write to, but {target.url} names a step of the run {root}: "
             f"give the path of its folder",
@@ -689,6 +688,7 @@ def step_cells(
             "mark": " ".join(marks.get(step.name, ())),
             "age": "" if step.created_s is None else age_text(now_s - step.created_s),
             **{n: number_text(step.metrics[n]) if n in step.metrics else "" for n in metrics},
+            "trust": {True: "yes", False: "no", None: ""}[step.is_trusted],
             "size": size_text(step.num_bytes),
             "ranks": "" if step.num_ranks is None else str(step.num_ranks),
             **(_detail_cells(step) if details else {}),

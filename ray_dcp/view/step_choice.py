@@ -1,4 +1,4 @@
-"""`choose`: the step of a run that a key names: a number, `latest`, `best`, a tag or a folder."""
+"""`choose`: the step that a key names: a number, `latest`, `trusted`, `best`, a tag or a folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
+from ray_dcp.format.verdicts import verdict_in
 from ray_dcp.options import plain_integer
 from ray_dcp.view.run_listing import (
     ListedCheckpoint,
@@ -34,14 +35,15 @@ def choose(
 ) -> Listed:
     """Returns the checkpoint of a run that a key names.
 
-    `latest` and `best` are directly in the run, not in folders below its folders.
+    `latest`, `trusted` and `best` are directly in the run, not in folders below its folders.
 
     Args:
         listed: Checkpoints of the run.
-        key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min|max`; a tag; or
-            the name of a folder.
+        key: A step number; `latest`; `trusted:NAME`, the newest step that is trusted by a metric or
+            a tag, or `trusted` by the name that the run has; `best`, `best:METRIC` or
+            `best:METRIC:min|max`; a tag; or the name of a folder.
         url: Path or URL of the run, for messages.
-        damaged: `latest` and `best` include damaged steps.
+        damaged: `latest`, `trusted` and `best` include damaged steps.
 
     Raises:
         CheckpointNotFoundError: There is none; the message suggests similar keys.
@@ -50,7 +52,7 @@ def choose(
     key = plain_integer(key)
     if isinstance(key, bool) or not isinstance(key, (int, str)):
         raise InvalidRequestError(
-            f"a step is named by a number, 'latest', 'best', a tag or a folder, but got "
+            f"a step is named by a number, 'latest', 'trusted', 'best', a tag or a folder, but got "
             f"{type(key).__name__} {key!r}"
         )
     text = str(key)
@@ -61,6 +63,10 @@ def choose(
         return _by_number(listed, int(text), url)
     if text == "latest":
         return _latest(listed, url, damaged)
+    trust = next((one.trust for one in listed if one.trust and _is_own(one)), "")
+    if text.startswith("trusted:") or (text == "trusted" and trust):
+        name = text.partition(":")[2] or trust
+        return _latest_trusted(listed, name, url, damaged)
     if text == "best" or text.startswith("best:"):
         _, _, rest = text.partition(":")
         metric, _, mode = rest.partition(":")
@@ -82,8 +88,25 @@ def choose(
     )
 
 
+def _latest_trusted(listed: Sequence[Listed], name: str, url: str, damaged: bool) -> Listed:
+    found = [
+        one
+        for one in listed
+        if _is_own(one) and _may_be(one, damaged) and verdict_in(name, one.metrics, one.tags)
+    ]
+    if found:
+        return max(found, key=lambda one: (one.step or 0, one.name))
+    metrics = {metric for one in listed for metric in one.metrics}
+    names = sorted(metrics | {tag for one in listed for tag in one.tags})
+    raise CheckpointNotFoundError(
+        f"expected a step with the tag {name!r}, or a metric of that name that is not 0 or NaN, in "
+        f"{url}, found {steps_text(listed)} with "
+        f"{few(names) if names else 'no metrics and no tags'}" + nearest(name, names)
+    )
+
+
 def passed_over(listed: Sequence[Listed], key: int | str, chosen: Listed) -> Listed | None:
-    """Returns the damaged step that `latest` or `best` skipped; None if it skipped none.
+    """Returns the damaged step that `latest`, `trusted` or `best` skipped; None if it skipped none.
 
     Args:
         listed: Checkpoints of the run.
