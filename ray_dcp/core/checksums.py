@@ -1,4 +1,4 @@
-"""Block checksums of raw bytes, their digest, and their place at the end of a file.
+"""Block checksums of raw bytes, which lie at the end of each file.
 
 Pure arithmetic over buffers. `planning.reads` decides which blocks a read has to verify.
 

@@ -1,4 +1,4 @@
-"""A rank's `Columns`: built row by row, checked, and encoded for the coordinator.
+"""A rank's `Columns`: built row by row, checked, encoded for the coordinator.
 
 `planning.merge` combines the columns of all ranks.
 

@@ -1,4 +1,4 @@
-"""The records that decide a checkpoint (manifest, abort, delete), and the files that they name.
+"""The records that decide a checkpoint: manifest, abort record, delete record.
 
 A record is one JSON object in a numbered slot. A manifest commits a checkpoint, an abort record
 states that an attempt must never commit, and a delete record commits that no checkpoint exists any

@@ -1,4 +1,4 @@
-"""Encodes and decodes the `.metadata` of stock DCP, without torch and without running its pickle.
+"""The `.metadata` of stock DCP, encoded or decoded without torch; its pickle is never run.
 
 **Writing** (`encode_metadata`) turns a chunk table into a pickle of
 `torch.distributed.checkpoint.metadata.Metadata` that equals, field by field, what torch itself

@@ -1,4 +1,4 @@
-"""Reads and writes pickles opcode by opcode; nothing that they name is imported or called.
+"""Pickles, opcode by opcode: nothing that they name is imported or called.
 
 **Reading** (`PickleMachine`) interprets the opcodes of protocols 2 to 5 that data needs. Subclasses
 define the meaning of names, calls and states: `metadata` makes stand-ins, `torch_items` finds the

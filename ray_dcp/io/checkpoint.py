@@ -1,4 +1,4 @@
-"""Finds the checkpoint at a storage location and reads its chunk table.
+"""Finds the checkpoint at a storage location, with its chunk table.
 
 `find_checkpoint` determines the valid checkpoint; `read_checkpoint` also reads its chunk table. In
 order of precedence, it is the highest commit record that no later delete record revokes; else the

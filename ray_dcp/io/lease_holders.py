@@ -1,4 +1,4 @@
-"""Holders of leases: which process holds one, and whether it is alive.
+"""Holders of leases: processes of which one can find out whether they live.
 
 On the same machine, the operating system knows whether a holder is alive. On another machine, a
 holder is alive if it keeps changing a file. Clocks of two machines are never compared.

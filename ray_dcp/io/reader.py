@@ -1,4 +1,4 @@
-"""Reads planned bytes from storage into targets, and verifies every block.
+"""Reads planned bytes from storage into targets; every block is verified.
 
 Large contiguous regions are read directly into the target's memory, small adjacent regions are
 read together, and all others go through a bounded scratch buffer per thread. `read_jobs` plans

@@ -1,4 +1,4 @@
-"""Writes part files according to a plan, and computes their checksums.
+"""Writes part files, with their checksums, according to a plan.
 
 A part file consists of pieces at planned offsets, deferred items and the checksums:
 

@@ -1,4 +1,4 @@
-"""`Writer`: decides for all ranks of a manager, on rank 0, and keeps its root.
+"""`Writer`: decides for all ranks of a manager, on rank 0.
 
 Runs without torch and without a session: it receives the facts of other ranks, and returns
 decisions as values. `collective_actions` makes the saves.

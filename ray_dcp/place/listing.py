@@ -1,4 +1,4 @@
-"""The files at a place beside its records, and the removal of some."""
+"""The files at a place beside its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records in the slots of a place: which checkpoint stands there, and what they decide."""
+"""The records in the slots of a place, which decide what stands there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deletes steps of a run by a person's order: what may be deleted, and `ray_dcp.delete`.
+"""Deletes steps of a run by a person's order.
 
 One decision for the manager's `delete` and `rewind`, for `ray-dcp rm` and for `ray_dcp.delete`: a
 step that has tags or readers is deleted only by force. The deletion is announced before its

@@ -1,4 +1,4 @@
-"""Files at a place that stock DCP wrote, and its `.metadata` names."""
+"""Files at a place that stock DCP wrote, which its `.metadata` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges all ranks' columns into one table: copies of a box, conflicts, replicas that differ.
+"""Merges all ranks' columns into one table; finds conflicts, replicas that differ.
 
 The plan proper starts from this table: `share_out` decides which rank writes what, `layout` where.
 

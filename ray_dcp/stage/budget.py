@@ -49,7 +49,7 @@ class _Job:
 
 
 class WindowBudget(Generic[J]):
-    """A number of bytes, granted in turn. Not thread-safe.
+    """Grants a number of bytes in turn. Not thread-safe.
 
     Args:
         limit_bytes: Most bytes that may be granted at a time.
@@ -77,7 +77,7 @@ class WindowBudget(Generic[J]):
 
     @property
     def used_bytes(self) -> int:
-        """How many are granted, or not free again yet."""
+        """Bytes that are granted, or whose memory is not free again yet."""
         return _bytes_of(self._granted) + _bytes_of(self._leaving)
 
     def limit(self, limit_bytes: int, kept_bytes: int) -> None:
@@ -93,7 +93,7 @@ class WindowBudget(Generic[J]):
             pass
 
     def granted(self) -> dict[J, int]:
-        """Returns how many bytes each job has room for now."""
+        """Returns the number of bytes that each job has room for now."""
         found: dict[J, int] = {}
         for room in self._granted:
             found[room.job] = found.get(room.job, 0) + room.num_bytes
@@ -148,7 +148,7 @@ class WindowBudget(Generic[J]):
         self._let_go(job, found, window)
 
     def read(self, job: J, window: int, file: int) -> None:
-        """Records that the bytes of a file in a window are written."""
+        """Records that the bytes of a file in a window are written to storage."""
         found = self._jobs[job]
         found.windows[window].unread.discard(file)
         self._let_go(job, found, window)
@@ -176,7 +176,9 @@ class WindowBudget(Generic[J]):
         self._leaving.remove(room)
 
     def drop(self, job: J) -> None:
-        """Forgets a job and ends its room; neither its rank nor a writer may use it any more.
+        """Removes a job and ends its room; neither its rank nor a writer may use it any more.
+
+        An unknown job is ignored.
 
         A job that is not known is fine.
         """

@@ -24,7 +24,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 def _new_helpers() -> ThreadPoolExecutor:
-    """Returns threads that copy; none is started before it is used."""
+    """Returns a pool of copying threads; none is started before its first use."""
     return ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="ray_dcp copies")
 
 
@@ -32,7 +32,7 @@ _helpers = _new_helpers()
 
 
 def _begin_anew() -> None:
-    """Begins anew in a child that was forked: the threads are not here."""
+    """Makes a new pool in a forked child, which has none of the threads."""
     global _helpers
     _helpers = _new_helpers()
 
@@ -90,6 +90,6 @@ def copy_all(pairs: Iterable[Pair]) -> None:
 
 
 def copying_threads() -> int:
-    """Returns how many threads copy at a time: as many as have a processor, up to four."""
+    """Returns the number of threads that copy at a time: one per processor, at most four."""
     asked = getattr(os, "sched_getaffinity", None)
     return min(_MOST_THREADS, len(asked(0)) if asked is not None else os.cpu_count() or 1)

@@ -61,11 +61,14 @@ ENTER_S = 60.0
 
 
 class StagerGone(Exception):
-    """The stager of a link is dead; a rank that has its state still stages it at another one."""
+    """Raised when the stager of a link is dead.
+
+    A rank that still has its state stages it at another one.
+    """
 
 
 class ActorLink:
-    """The way to a stager that is an actor. Calls may come from several threads.
+    """Calls the actor of a stager. Thread-safe.
 
     Args:
         handle: Ray's handle of the stager.
@@ -91,7 +94,7 @@ class ActorLink:
         silence_s: float | None = None,
         stop: Stop | None = None,
     ) -> Any:
-        """Returns what the stager answers.
+        """Calls a method of the stager and returns its answer.
 
         Args:
             method: Name of the stager's method.
@@ -114,7 +117,7 @@ class ActorLink:
         )
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Sends a call whose answer nobody waits for."""
+        """Calls a method of the stager without waiting for its answer."""
         # Suppressed: that the stager is gone, or Ray, is found by the next call.
         with suppress(Exception), ray_calls.starting_no_ray(), ray_calls.inside():
             check_ray(self.stager)
@@ -142,7 +145,7 @@ class ActorLink:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Lets go of its process."""
+        """Closes the descriptor of the stager's process."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -210,7 +213,7 @@ def transfer(
     timeout_s: float,
     stop: Stop | None = None,
 ) -> int:
-    """Returns how many bytes the stager holds, when it holds them all.
+    """Transfers all bytes of a share to the stager, and returns their number.
 
     Args:
         link: Link to the stager.
@@ -292,7 +295,7 @@ def wait_for_room(
     timeout_s: float,
     waits_for: Callable[[str], object] = lambda _: None,
 ) -> Grant:
-    """Returns when a share has room for more windows.
+    """Waits until a share has room for more windows.
 
     Args:
         order: The rank's share of the save.
@@ -355,6 +358,8 @@ def _warn_of_full_store(missing_bytes: int, order: StageOrder) -> None:
 class _WindowObjects:
     """Puts windows into the object store, as many at a time as threads copy.
 
+    None is being put any more when the context ends.
+
     Nothing is under way any more when the context ends.
 
     Args:
@@ -373,7 +378,7 @@ class _WindowObjects:
         self._begun: deque[tuple[int, Future[Any], Lease]] = deque()
 
     def scratch(self) -> Lease:
-        """Returns memory for the next window; waits until one may begin."""
+        """Returns memory for the next window; waits until it is free."""
         if len(self._begun) >= copying_threads():
             self._finish_first()
         if self._free:
@@ -389,7 +394,7 @@ class _WindowObjects:
         return lease
 
     def put(self, window: int, parts: list[np.ndarray], scratch: Lease) -> None:
-        """Begins to put a window.
+        """Starts to put a window.
 
         Args:
             window: Number of the window.
@@ -430,7 +435,9 @@ WARM_S = 600.0
 
 
 class RankStaging:
-    """One rank's place at its node's stager, which is made if there is none.
+    """One rank's registration at the stager of its node, which is started if there is none.
+
+    Thread-safe.
 
     Calls may come from several threads.
 
@@ -573,7 +580,7 @@ class RankStaging:
         )
 
     def info(self) -> dict[str, Any]:
-        """Returns what the stager says of itself."""
+        """Returns the stager's description of itself."""
         link = self.link()
         try:
             found: dict[str, Any] = link.call("info", timeout_s=ENTER_S)
@@ -670,7 +677,7 @@ class RankStaging:
 
 
 class Staged:
-    """Bytes that a stager holds.
+    """Bytes that a stager has received.
 
     Attributes:
         key: What the stager knows them by.
@@ -693,7 +700,7 @@ class Staged:
         return found
 
     def release(self, *, committed: bool = False) -> None:
-        """Reports that the outcome is known: nobody needs the reports again, nor the bytes.
+        """Reports that the outcome is known: neither the reports nor the bytes are needed any more.
 
         Args:
             committed: Whether the save was committed; the bytes that are to be kept in memory then

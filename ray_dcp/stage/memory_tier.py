@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryTierStorage(StorageWrapper):
-    """A storage some of whose files are also in memory: what all nodes keep of one attempt.
+    """A storage of which some files are also in memory: those of one attempt that the nodes kept.
+
+    If this node lacks a file, the others are asked.
 
     Other nodes are asked when this one lacks a file.
 
@@ -154,7 +156,7 @@ class NodeMemory:
         self._namespace = namespace
 
     def storage(self, storage: Storage, attempt: str) -> MemoryTierStorage | None:
-        """Returns a storage that takes from memory what the nodes keep of an attempt.
+        """Returns a storage that reads from memory what the nodes kept of an attempt.
 
         Args:
             storage: The storage that has all bytes.
@@ -220,7 +222,7 @@ class NodeMemory:
 
 
 def memory_of(session: object) -> NodeMemory:
-    """Returns what is in memory for loads of a session: what its own stagers keep.
+    """Returns the memory tier for loads of a session.
 
     Args:
         session: Session of this rank; the session of a process that is alone has no stagers.
@@ -257,7 +259,7 @@ class _Loan:
         self._windows: dict[StagedWindow, WindowBytes | None] = {}
 
     def map(self, windows: Sequence[StagedWindow]) -> None:
-        """Maps windows that are kept; once."""
+        """Maps the windows that the stager lends, once."""
         import ray
 
         from ray_dcp.session import ray_calls
@@ -278,7 +280,7 @@ class _Loan:
                     self._windows[window] = WindowBytes(runs_of(runs))
 
     def window(self, window: StagedWindow) -> WindowBytes | None:
-        """Returns the bytes of a window that is mapped."""
+        """Returns the bytes of a mapped window."""
         return self._windows.get(window)
 
     def end(self) -> None:
@@ -293,7 +295,7 @@ class _Loan:
 
 
 class _InMemory:
-    """One file in the memory of a node.
+    """One file whose bytes a node has in memory.
 
     Args:
         file: Index of the file's bytes in memory.
@@ -308,7 +310,7 @@ class _InMemory:
 
     @property
     def is_here(self) -> bool:
-        """Whether its bytes are on this node."""
+        """Whether the bytes are on this node."""
         return self._loan is not None
 
     def read_into(self, start: int, target: memoryview) -> bool:
@@ -386,6 +388,6 @@ def _handles(actors: Sequence[tuple[str, str]]) -> list[Any]:
 
 
 def _ray() -> Any:
-    """Returns Ray where this process uses it, else None."""
+    """Returns the module of Ray if this process uses it, else None."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and ray.is_initialized() else None

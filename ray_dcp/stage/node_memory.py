@@ -82,7 +82,7 @@ class ObjectStoreFile:
 
     @contextmanager
     def room(self, num_bytes: int) -> Iterator[None]:
-        """Lends room for an object that is written within the context.
+        """Reserves room for an object that is written within the context.
 
         Args:
             num_bytes: Length of the object, in bytes.
@@ -183,7 +183,7 @@ def _pid_behind(socket_path: str) -> int:
 
 
 def _open_files(process: Path, prefix: str) -> list[tuple[str, str]]:
-    """Returns what a process has open under names with a prefix, the largest file last.
+    """Returns the files that a process has open under names with a prefix, the largest last.
 
     Returns:
         Of each, its path in the table of the process, and the path that it was opened by.

@@ -40,31 +40,31 @@ class NodeShare:
         """What each other stager takes at most; all there is before it has answered."""
 
     def meet(self, keys: Collection[str], own_key: str) -> None:
-        """Records that there are other stagers."""
+        """Records that other stagers exist."""
         for key in keys:
             if key != own_key:
                 self._bounds.setdefault(key, self._node_bytes)
 
     def only(self, keys: Collection[str]) -> None:
-        """Records that there are no other stagers than these."""
+        """Records that no stagers exist but these."""
         self._bounds = {key: self._bounds.get(key, self._node_bytes) for key in keys}
 
     def heard(self, key: str, bound_bytes: int) -> None:
-        """Records what another stager takes at most."""
+        """Records the most bytes that another stager stages."""
         if key in self._bounds:
             self._bounds[key] = bound_bytes
 
     def bound_bytes(self, used_bytes: int) -> int:
-        """Returns what this one takes at most until it asks the others again."""
+        """Returns the most bytes that this stager stages until it asks the others again."""
         return max(used_bytes, self.fair_bytes)
 
     @property
     def limit_bytes(self) -> int:
-        """What it may take now."""
+        """The most bytes that this stager may stage now."""
         left_bytes = self._node_bytes - sum(self._bounds.values())
         return max(min(self.fair_bytes, left_bytes), 0)
 
     @property
     def fair_bytes(self) -> int:
-        """What nobody else gets."""
+        """The bytes that no other stager can get."""
         return min(self._most_bytes, self._node_bytes // (1 + len(self._bounds)))

@@ -1,4 +1,4 @@
-"""Messages between a rank and a stager about staged bytes, as frozen values.
+"""Messages about staged bytes, between a rank and a stager, as frozen values.
 
 Unpickling them needs neither torch nor ray.
 """
@@ -41,7 +41,7 @@ class StagedWindow:
 
 @dataclass(frozen=True)
 class Holder:
-    """A save that has room on a node which another one waits for."""
+    """A save whose windows have room that another save waits for."""
 
     session: str
     url: str
@@ -58,7 +58,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Grant:
-    """How many of a job's windows have room; more follow when there is some."""
+    """The number of windows of a job that have room; more may follow."""
 
     num_windows: int
     missing_bytes: int = 0
@@ -70,14 +70,14 @@ class Grant:
 
 @dataclass(frozen=True)
 class Unknown:
-    """The stager can't do it: it does not know the job, or is another one than was meant."""
+    """Answer of a stager that does not know the job, or is another one than was meant."""
 
     what: Literal["job", "stager"]
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """Rank → stager: I shall hand over these bytes; write them."""
+    """Rank → stager: announces bytes that follow in windows, and that the stager writes."""
 
     key: StageKey
     process: str
@@ -96,7 +96,7 @@ class StageOrder:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A save that a stager works for, whose outcome it does not know."""
+    """A save that a stager works for, and whose outcome it does not know."""
 
     target: Target
     attempt: str
@@ -108,7 +108,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a stager is with one key."""
+    """Progress of a stager with one share."""
 
     key: StageKey
     num_bytes: int

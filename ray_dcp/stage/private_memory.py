@@ -54,7 +54,7 @@ def _unpin(pinned: dict[int, Callable[[], None] | None], owner: OwnProcess) -> N
 
 
 class _Area:
-    """Private memory; what a driver has of it is given back before it goes.
+    """Private memory; a driver's registration of it is undone before it is unmapped.
 
     Raises:
         MemoryError: There is no more.
@@ -90,7 +90,7 @@ class _Area:
 
 
 class Lease:
-    """Memory that nobody else gets until it is given back.
+    """Memory that belongs to one borrower until it is released.
 
     Args:
         owner: The memory that the area belongs to.
@@ -117,7 +117,7 @@ class Lease:
             self._area.pin(pin, piece)
 
     def release(self) -> None:
-        """Gives it back; nobody may write to it any more. May come twice."""
+        """Releases the memory; nobody may write to it any more. May be called twice."""
         area, self._area = self._area, None
         self.view = memoryview(b"")
         if area is not None:
@@ -125,7 +125,7 @@ class Lease:
 
 
 class PrivateMemory:
-    """Areas of memory that are leased out, and kept when they come back.
+    """Areas of memory that are leased, and reused when they are released.
 
     Examples:
         >>> memory = PrivateMemory()
@@ -142,12 +142,12 @@ class PrivateMemory:
 
     @property
     def idle_bytes(self) -> int:
-        """What is kept and not leased, in bytes."""
+        """Bytes of memory that is not leased."""
         with self._lock:
             return sum(map(len, self._idle))
 
     def lease(self, num_bytes: int) -> Lease:
-        """Returns memory of at least one length, whose content is whatever it was.
+        """Leases memory of at least a length; its content is undefined.
 
         Args:
             num_bytes: Number of bytes to lease.
@@ -172,12 +172,12 @@ class PrivateMemory:
             lease.release()
 
     def clear(self) -> None:
-        """Gives what is idle back to the system."""
+        """Returns all memory that is not leased to the system."""
         with self._lock:
             self._idle.clear()
 
     def begin_anew(self) -> None:
-        """Begins anew in a child that was forked: what is idle, and the lock, are its parent's."""
+        """Starts empty in a forked child: the idle memory and the lock are its parent's."""
         self._lock, self._idle = threading.Lock(), []
 
     def _take_fitting(self, num_bytes: int) -> _Area | None:

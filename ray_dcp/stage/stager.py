@@ -1,4 +1,4 @@
-"""The stager: an actor of one job on one node; it holds what ranks hand over, writes and reports.
+"""The stager: an actor of one job on one node, which writes the bytes that ranks stage.
 
 It belongs to one job and its environment, as keys, endpoints and modules of a storage come from
 there: two jobs, or two environments, have two stagers. It ends soon after its ranks.
@@ -68,7 +68,7 @@ from ray_dcp.store.environment import StorageVariables
 
 @dataclass(frozen=True)
 class StagingAddress:
-    """How a node's stager is reached."""
+    """The address of a node's stager."""
 
     stager: str
     """Name of the stager, different for each process that ever was one."""
@@ -113,7 +113,7 @@ class _Rank:
 
 
 class Stager:
-    """Holds and writes staged bytes.
+    """The actor that holds and writes the staged bytes of a node.
 
     Args:
         lease_s: The stager exits after this time without calls, ranks and work, in seconds.
@@ -357,7 +357,7 @@ class Stager:
         self._queue.cancel(key, by_rank=by_rank)
 
     async def release(self, key: StageKey, committed: bool = False) -> None:
-        """Forgets a key, whose outcome is known. See `WriteQueue.release`."""
+        """Removes a share whose outcome is known. See `WriteQueue.release`."""
         self._note_call()
         self._queue.release(key, committed=committed)
 
@@ -454,7 +454,7 @@ class Stager:
         await self._end()
 
     async def _end(self) -> None:
-        """Removes what the control store has of this process, and ends it."""
+        """Removes the entries of this stager from the control store, and ends its process."""
         with suppress(CheckpointError, RayError):
             await self._register(())
             await asyncio.to_thread(ray_calls.remember, self._own_key, "")
@@ -465,7 +465,7 @@ class Stager:
     # The other stagers of this node
 
     def _find_others(self) -> None:
-        """Finds them; removes what the control store has of those that have ended."""
+        """Finds the other stagers, and removes the entries of those that have ended."""
         keys = {*ray_calls.names_from(stagers_key(self._node_id))}
         if self._own_key not in keys:
             ray_calls.remember(self._own_key, self._place.stager)
@@ -480,7 +480,7 @@ class Stager:
         self._share.only([*found])
 
     def _remove_entries(self, key: str) -> None:
-        """Removes what the control store has of a stager that has ended, on any node."""
+        """Removes the entries of a stager that has ended, on any node, from the control store."""
         *_, node_id, namespace, actor = parts_of(key)
         for kept in ray_calls.names_from(kept_key(namespace=namespace)):
             if parts_of(kept)[-2:] == [node_id, actor]:
@@ -488,14 +488,14 @@ class Stager:
         ray_calls.remember(key, "")
 
     def _forget_lost_nodes(self) -> None:
-        """Removes what the control store has of the stagers of nodes that have ended."""
+        """Removes the entries of stagers of nodes that have ended from the control store."""
         lost = {node["NodeID"] for node in ray_calls.nodes() if not node["Alive"]}
         for key in ray_calls.names_from(stagers_key()):
             if parts_of(key)[-3] in lost:
                 self._remove_entries(key)
 
     async def _share_with_others(self) -> None:
-        """Agrees with the other stagers of this node on what each may take of the store."""
+        """Agrees with the other stagers of this node how many bytes each may stage."""
         if self._loop.time() >= self._looked_s + LOOK_S:
             self._looked_s = self._loop.time()
             await asyncio.to_thread(self._find_others)
@@ -513,7 +513,7 @@ class Stager:
         self._queue.limit(self._share.limit_bytes, self._share.fair_bytes)
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
-        """Lets the other nodes find what is kept here."""
+        """Registers the bytes in memory, so that other nodes find them."""
         now = set(self._queue.kept_attempts() if kept is None else kept)
         for attempt in self._registered ^ now:
             text = self._place.stager if attempt in now else ""

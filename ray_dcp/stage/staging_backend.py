@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def staging_backend_of(session: Any) -> StagingBackend:
-    """Returns where a session's rank stages its bytes.
+    """Returns the backend that stages a session's bytes.
 
     Args:
         session: Session of this rank: a `Session`, or an `InlineSession` for a process that is
@@ -84,7 +84,7 @@ def warm_process(num_bytes: int) -> Future[None]:
 
 
 class InProcessBackend:
-    """Stages in this process: training goes on, but the save dies with the process.
+    """Stages in this process: training continues, but the save ends with the process.
 
     Args:
         opener: Opens the storage.

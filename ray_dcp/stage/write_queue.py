@@ -1,4 +1,4 @@
-"""`WriteQueue`: the windows that ranks hand to a node, and the threads that write them to storage.
+"""`WriteQueue`: the windows of a node that wait until they are written to storage.
 
 Writing begins with the first window. The queue knows neither ranks nor coordinator: its caller
 calls its methods, from any thread, and receives reports. Its threads run at a lower priority than
@@ -273,7 +273,7 @@ class WriteQueue:
             self._fail(job, "cancelled", error)
 
     def release(self, key: StageKey, *, committed: bool = False) -> None:
-        """Forgets a job and its reports; one that is still at work is cancelled first.
+        """Removes a job and its reports; one that is still at work is cancelled first.
 
         Args:
             key: Key of the share; an unknown one is ignored.
@@ -352,7 +352,7 @@ class WriteQueue:
             return self._budget.used_bytes
 
     def limit(self, limit_bytes: int, kept_bytes: int) -> None:
-        """Changes how many bytes of windows there may be; see `WindowBudget.limit`."""
+        """Changes the most bytes of windows; see `WindowBudget.limit`."""
         with self._lock:
             self._budget.limit(limit_bytes, kept_bytes)
             self._pump()
@@ -373,21 +373,21 @@ class WriteQueue:
         return tuple(sorted(found.values(), key=lambda one: -one.num_bytes))
 
     def num_active(self) -> int:
-        """Returns how many jobs are not over."""
+        """Returns the number of jobs that have not ended."""
         with self._lock:
             return sum(not job.state.is_at_rest for job in self._jobs.values())
 
     # For loads
 
     def kept(self, attempt: str) -> TierEntry | None:
-        """Returns what is kept of an attempt; None when nothing is."""
+        """Returns the index of the bytes of an attempt in memory; None if there are none."""
         with self._lock:
             jobs = [job for job in self._kept_jobs() if job.order.key.attempt == attempt]
             files = {file.key: file for job in jobs for file in job.kept_files()}
             return TierEntry(tuple(files.values())) if files else None
 
     def kept_attempts(self) -> set[str]:
-        """Returns the attempts of which something is kept."""
+        """Returns the attempts that have bytes in memory."""
         with self._lock:
             return {job.order.key.attempt for job in self._kept_jobs()}
 
@@ -411,7 +411,7 @@ class WriteQueue:
         return refs
 
     def take_back(self, borrower: Hashable) -> None:
-        """Ends somebody's use of the windows that were lent to them."""
+        """Ends a borrower's use of windows."""
         with self._lock:
             for window in self._lent.pop(borrower, ()):
                 window.borrowers.discard(borrower)
@@ -476,7 +476,7 @@ class WriteQueue:
                 self._settle(self._jobs[name])
 
     def _settle(self, job: Job) -> None:
-        """Answers what can be answered of `more` and `seal`."""
+        """Answers the calls of `more` and `seal` that can be answered."""
         error = job.failure()
         # Why: who asked has given up, and asks again.
         job.wants_more = [one for one in job.wants_more if not one[1].done()]
@@ -760,11 +760,11 @@ class Job:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its windows have come."""
+        """Whether all its windows have arrived."""
         return len(self.windows) == self.layout.num_windows
 
     def in_flight(self) -> InFlight:
-        """Returns what a load has to know of this job, whose outcome is open."""
+        """Returns what a load needs to know of this job while its outcome is open."""
         attempt, is_written = self.order.key.attempt, self.state.writers == "ended"
         written = self.order.plan.files[:1] if is_written else ()
         file = next((part_key(plan, attempt) for plan in written), None)
@@ -790,7 +790,7 @@ class Job:
         )
 
     def failure(self) -> CheckpointError | None:
-        """Returns a copy of why it ends early, to be raised in another thread."""
+        """Returns a copy of the error that ends it early, to be raised in another thread."""
         return None if self.error is None else copy.copy(self.error)
 
     def progress(self) -> StageProgress:

@@ -1,4 +1,4 @@
-"""What storages read in the environment of their process: who they are, and the way to a server.
+"""What storages read in the environment of their process.
 
 A stager writes with the variables of the rank whose bytes it has, not with those that the process
 of some other job happened to start with.

@@ -1,4 +1,4 @@
-"""The layer between torch and planning: converts tensors and state dicts to plan values and back.
+"""The layer between torch's values and those of planning.
 
 It uses neither ray nor ray_dcp's storage. Importing it makes `ray_dcp.CheckpointError` a torch
 `CheckpointException` too, so that code written for `torch.distributed.checkpoint` catches it. It

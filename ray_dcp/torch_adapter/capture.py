@@ -1,4 +1,4 @@
-"""Captures what a rank holds of a state dict: items as columns, and the sources of their bytes.
+"""Captures a rank's state dict: items as columns, with the sources of their bytes.
 
 `tensors` returns the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
 bytes of an object.
@@ -47,7 +47,7 @@ from ray_dcp.torch_adapter.state import (
     named_for_rank,
     stateful_to_state_dict,
 )
-from ray_dcp.torch_adapter.subclasses import with_attributes
+from ray_dcp.torch_adapter.subclass_copy import with_attributes
 from ray_dcp.torch_adapter.tensors import (
     PLAIN_TYPES,
     dtype_name,

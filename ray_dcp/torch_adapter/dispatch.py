@@ -1,4 +1,4 @@
-"""Routes a save or load to its path and checks its arguments, before anything is done.
+"""Chooses the path of a save or load, after its arguments are checked.
 
 `decide_save` and `decide_load` return a `Route` with one of three paths and the reason for it:
 

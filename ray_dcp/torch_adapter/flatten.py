@@ -1,4 +1,4 @@
-"""Flattens nested state dicts to dotted names by DCP's rules, and back; maps names.
+"""Names of nested state dicts: flattens by DCP's rules, undoes that, maps names.
 
 The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if it contains a
 mapping or a tensor, at any depth of lists; everything else is one value, including tuples:

@@ -1,4 +1,4 @@
-"""Saves and loads through third-party storage plug-ins, in DCP's call order.
+"""Saves or loads through a third-party storage plug-in, in DCP's call order.
 
 The plug-in runs in the ranks; gathers and scatters go through ray_dcp's coordinator instead of
 collectives of the training group. The plug-in's `finish` is the commit: this path has no fencing

@@ -1,4 +1,4 @@
-"""Plans what a rank loads: the wanted boxes and objects, and the tensors and places they go to.
+"""Plans what a rank loads: the wanted values, with the places that they go to.
 
 The state dict does not change before the first byte arrives: planning makes all checks, the last of
 which is `Targets.check_coverage`. Each value of the state dict becomes the boxes that it wants of a

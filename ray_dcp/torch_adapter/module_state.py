@@ -1,4 +1,4 @@
-"""Converts the state of modules to values under names without wrappers, and back.
+"""The state of modules, under names without wrappers.
 
 Tensors of a module are loaded in place. State that its owner takes in any form is given to it as it
 was saved, whatever the target has now: `_extra_state`, and values of a class that replaces

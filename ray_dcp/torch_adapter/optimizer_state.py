@@ -1,4 +1,4 @@
-"""Converts the state of optimizers to plain state under the names of parameters, and back.
+"""The state of optimizers, under the names of their parameters.
 
 `Optimizer.load_state_dict` and torch's helpers around it cast state to the dtype of a parameter,
 rebuild it, or drop it, and they match parameter groups by position. This module matches by names

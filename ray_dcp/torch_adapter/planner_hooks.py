@@ -1,4 +1,4 @@
-"""Saves to and loads from native storage with a user's planner: runs its hooks in DCP's order.
+"""Saves or loads with a user's planner on native storage: runs its hooks in DCP's order.
 
 *Save*: the planner's items become columns like those of a native capture, and the values that it
 resolves are checked against its own `WriteItem`s. A native checkpoint holds the tensors and objects

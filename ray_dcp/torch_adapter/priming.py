@@ -1,4 +1,4 @@
-"""Creates the state that optimizers would create in their first step, and changes nothing else."""
+"""Creates the state that optimizers would create in their first step; nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boxes of a global tensor that a rank holds, and the local tensor of each box.
+"""The boxes of a global tensor that a rank holds, each with its local tensor.
 
 As in DCP, these classes are sharded: `DTensor`, `ShardedTensor`, any tensor with DCP's protocol
 (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), and any tensor whose
@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from ray_dcp.core.values import Int64Array
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.torch_adapter.objects import is_simple, tensors_within
-from ray_dcp.torch_adapter.subclasses import with_attributes
+from ray_dcp.torch_adapter.subclass_copy import with_attributes
 from ray_dcp.torch_adapter.tensors import (
     FIELDS,
     is_checkpointable,

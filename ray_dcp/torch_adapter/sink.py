@@ -24,7 +24,7 @@ from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import devices
 from ray_dcp.torch_adapter.shards import as_sharded_like, copy_fields, is_sharded, sharded
-from ray_dcp.torch_adapter.subclasses import class_name, copy_into, place
+from ray_dcp.torch_adapter.subclass_copy import class_name, copy_into, place
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,
     extent,

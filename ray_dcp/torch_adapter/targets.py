@@ -1,4 +1,4 @@
-"""What one rank loads: the wanted boxes, the memory they go to, and the objects beside them.
+"""What one rank loads: the wanted boxes, with the memory that they go to.
 
 A box is *raw* if the read path fills it with bytes, and *opaque* if its chunks are `torch.save`
 items that only torch can read (tensor subclasses). Items of foreign checkpoints may lack raw bytes
@@ -42,7 +42,7 @@ from ray_dcp.torch_adapter.sink import (
     rows_that_overlap,
     rows_that_share,
 )
-from ray_dcp.torch_adapter.subclasses import copy_into
+from ray_dcp.torch_adapter.subclass_copy import copy_into
 from ray_dcp.torch_adapter.tensors import dtype_of, extent, host_bytes, is_plain, parts_with_memory
 
 ObjectTaker = Callable[[bytes], None]

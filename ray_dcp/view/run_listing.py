@@ -1,4 +1,4 @@
-"""Lists runs and checkpoints by the names and lengths of files, and by small records.
+"""Lists the checkpoints of runs by names, lengths of files, small records.
 
 `list_checkpoints` returns every checkpoint at or below a directory with its state. `folder_state`
 is pure: it derives the state of a folder from the names and lengths of its files and from its

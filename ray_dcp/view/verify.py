@@ -1,4 +1,4 @@
-"""Verifies every file of a checkpoint, and reports the bytes that are not those that were written.
+"""Verifies every file of a checkpoint; reports the bytes that are not those that were written.
 
 In checkpoints of ray_dcp, every byte is verified: payloads have checksums, frames and headers
 follow from the chunk table, and all other bytes are zero.

@@ -1,4 +1,4 @@
-"""Copies the values of tensor subclasses into tensors, and verifies the result.
+"""Copies the values of tensor subclasses into tensors of a load; the result is verified.
 
 A subclass consists of the tensors and the context that its `__tensor_flatten__` returns, or without
 that method of its elements and attributes. Between two tensors of one class with equal contexts,
