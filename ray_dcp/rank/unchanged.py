@@ -62,6 +62,8 @@ all of them are written anew then."""
 WAIT_S = 1.0
 """How long a save waits for what is read of the last one, in seconds; it mostly ended long ago. The
 first save of a process waits as long for files of its run to be read, and writes the others."""
+SLOW_S = 600.0
+"""How long the files that come due are read, in seconds, before a later save warns of it."""
 _MOST_RUNS = 8
 _MOST_PLANNED = 8
 _MOST_STEPS = 8
@@ -123,6 +125,10 @@ class _Run:
     reading: Future[None] | None = None
     checking: Future[None] | None = None
     """Reads the bytes of files."""
+    checking_since_s: float = 0.0
+    is_slow_told: bool = False
+    stop: Stop = field(default_factory=Stop)
+    """Ends what reads the bytes of files."""
     marks: frozenset[tuple[int, str]] = frozenset()
     """Damage marks that the sources take into account."""
     num_damaged: int = 0
@@ -154,6 +160,25 @@ class _Run:
         if marks - self.marks:
             self.distrust()
         self.marks = marks
+
+    def check_due(self, opener: Callable[[Target], Storage]) -> None:
+        """Begins to read the files that come due, unless that is still under way."""
+        if self.stop.asked:
+            return
+        now_s = _now_s()
+        if self.checking is None or self.checking.done():
+            due = partial(_check_due, self, opener)
+            self.checking_since_s, self.is_slow_told = now_s, False
+            self.checking = begin(partial(_checked, due), "ray_dcp reads what was linked")
+        elif now_s - self.checking_since_s > SLOW_S and not self.is_slow_told:
+            self.is_slow_told = True
+            logger.warning(
+                "Files of the run %s that saves link are being read since %.0f s, which has not "
+                "ended: its storage is slow, or hangs. Until it ends, saves write what they can't "
+                "link any more, and a damaged file is not found",
+                self.url,
+                now_s - self.checking_since_s,
+            )
 
     def add(self, layout: bytes, source: _Source, num_distrusted: int) -> None:
         """Adds a source, or replaces what is known of it, unless damage was found since."""
@@ -298,6 +323,13 @@ class RunHistory:
         if save is not None:
             _read(save.run, partial(_record_save, save, outcome, receipts, opener))
 
+    def close(self) -> None:
+        """Ends what is being read, at its next piece; nothing is read any more."""
+        with self._lock:
+            runs = [*self._runs.values()]
+        for run in runs:
+            run.stop.because(SaveCancelledError("the session is closed"))
+
     def wait(self) -> None:
         """Waits until all that is being read has been read."""
         with self._lock:
@@ -413,7 +445,7 @@ def _check_due(run: _Run, opener: Callable[[Target], Storage]) -> None:
         newest, num_distrusted = [some[0] for some in run.sources.values()], run.num_distrusted
     for source in newest:
         if source.bytes.known.is_due(_now_s()):
-            _check(run, source, num_distrusted, opener, Stop())
+            _check(run, source, num_distrusted, opener, run.stop)
 
 
 def _check(
@@ -521,9 +553,7 @@ def _record_save(
             found[file.file] = known
     run.guesses = {**run.guesses, **_guess_settled(save, before, found)}
     run.plan, run.checks = save.digest, found
-    if run.checking is None or run.checking.done():
-        due = partial(_check_due, run, opener)
-        run.checking = begin(partial(_checked, due), "ray_dcp reads what was linked")
+    run.check_due(opener)
 
 
 def _add_committed(

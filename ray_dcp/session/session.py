@@ -275,6 +275,7 @@ class Session(ABC):
         if not self.closed:
             self.closed = True
             if self._process.is_this:
+                self.history.close()
                 self._close()
 
     # What a kind of session adds

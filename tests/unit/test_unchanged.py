@@ -424,6 +424,34 @@ def test_retention_keeps_the_newest_step_that_is_known_to_be_whole(tmp_path):
         assert manager.all_steps() == [4, 5]
 
 
+def test_a_storage_that_hangs_while_files_are_read_again_is_told_and_ends_with_its_owner(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(sources, "MOST_LINKS", 4)
+    monkeypatch.setattr(unchanged, "SLOW_S", 0.0)
+    monkeypatch.setattr(session_alone(), "history", RunHistory())
+    history, read, goes_on = session_alone().history, unchanged.is_intact, threading.Event()
+    ended: list[type[BaseException]] = []
+
+    def hanging_read(*how: Any) -> bool:
+        goes_on.wait(PATIENCE_S)
+        try:
+            return read(*how)
+        except errors.CheckpointError as error:
+            ended.append(type(error))
+            raise
+
+    monkeypatch.setattr(unchanged, "is_intact", hanging_read)
+    model, _ = a_run(tmp_path, 8)  # saves go on beside it
+    history.close()
+    goes_on.set()
+    history.wait()
+    assert ended == [errors.SaveCancelledError]
+    told = [one for one in caplog.records if "its storage is slow, or hangs" in one.message]
+    assert len(told) == 1
+    check_holds(path_of(tmp_path, 7), values_of({"model": model}))
+
+
 def test_a_file_that_can_not_be_read_in_time_is_written(tmp_path, monkeypatch):
     model, _ = a_run(tmp_path, 1)
     new_process(monkeypatch)
