@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
+from ray_dcp.data import Frontier
 from ray_dcp.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidRequestError,
@@ -28,6 +31,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
 from tests.integration.conftest import mend
+from tests.integration.test_frameworks import example
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -381,3 +385,59 @@ def _refused(worker: Any, part: ray_dcp.Part) -> bool:
         # Why either: once nothing is being saved, the coordinator of a driver that died ends.
         return "the driver" in str(error) or "its actor has ended" in str(error)
     return False
+
+
+def kill_rank(step: Any, policy: Any, critic: Any, buffer: Any) -> None:
+    with suppress(CheckpointError):
+        policy.run(die)
+
+
+def kill_critic(step: Any, policy: Any, critic: Any, buffer: Any) -> None:
+    ray.kill(critic)
+
+
+def kill_buffer(step: Any, policy: Any, critic: Any, buffer: Any) -> None:
+    ray.kill(buffer)
+
+
+def kill_coordinator(step: Any, policy: Any, critic: Any, buffer: Any) -> None:
+    ray.kill(coordinator_of(Path(step.checkpoint_id).parent))
+
+
+def fail(step: Any, policy: Any, critic: Any, buffer: Any) -> None:
+    raise ValueError("of the driver")
+
+
+VICTIMS = [kill_coordinator, kill_rank, kill_critic, kill_buffer, fail]
+# Why not all: each takes the start of a dozen processes.
+VICTIMS = VICTIMS if os.environ.get("RAY_DCP_THOROUGH") else VICTIMS[:1]
+
+
+@pytest.mark.parametrize("kill", VICTIMS)
+def test_each_prompt_is_trained_on_once_in_the_history_that_survives(tmp_path: Path, kill: Any):
+    """The ledger of the program in docs/examples, of which something is killed within a step."""
+    root, program = tmp_path / "run", example("rl_on_ray.py")
+
+    def killing(step: ray_dcp.JobStep, *others: Any) -> None:
+        if step.step == 2:
+            kill(step, *others)
+
+    with suppress(CheckpointError, ray.exceptions.RayError, ValueError):
+        program["main"](str(root), 3, 2, killing)
+    steps = committed(root)
+    assert steps in ([1], [1, 2], [2, 3])
+    # Whoever is killed, the run goes on, on another number of ranks.
+    assert program["main"](str(root), steps[-1] + 2, 1) == steps[-1]
+    with ray_dcp.JobCheckpoints(root, PARTS, read_only=True).latest() as last:
+        assert last.step == steps[-1] + 2
+        trained = ray_dcp.read_state_dict(last.part("policy"))["trained"].tolist()
+        cursor = last.value("cursor")
+        held = {*map(int, last.value("buffer")["samples"])}
+    prompts = Frontier(max_open=64)
+    prompts.load_state_dict(cursor)
+    is_open = {*prompts.take(prompts.status().num_open)}
+    once = {prompt for prompt, count in enumerate(trained) if count == 1}
+    assert {*trained} == {0, 1}
+    assert len(once) == 3 * last.step
+    # No prompt is lost or repeated: each was trained on, waits in the buffer, or comes next.
+    assert sorted([*once, *held, *is_open]) == [*range(cursor["next"])]
