@@ -430,6 +430,7 @@ class RaySession(Session):
 
     def _renew_variables(self) -> None:
         """Passes the coordinator what storages read in the environment, if that has changed."""
+        self.connection.check()  # else Ray would start anew where it was shut down
         variables = ray_calls.storage_variables()
         if self._variables is not None and variables.values != self._variables.values:
             self._ask("renew", variables, timeout_s=MARGIN_S)
