@@ -9,6 +9,7 @@ import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,12 @@ def test_a_storage_that_hangs_fails_its_save_and_holds_up_neither_training_nor_o
     session, tmp_path
 ):
     hang_writes(session.staging().link().handle)
-    # Less than others may wait; more than a busy machine takes for the saves beside.
-    options = SaveOptions(part_bytes=1 << 20, max_pending=2, write_timeout_s=20.0)
+    options = SaveOptions(part_bytes=1 << 20, max_pending=2)
     state_of = partial(state, length=2_000_000)
-    hanging = ray_dcp.async_save(state_of(1.0), checkpoint_id=tmp_path / "hangs/c", options=options)
+    hanging = ray_dcp.async_save(
+        state_of(1.0), checkpoint_id=tmp_path / "hangs/c",
+        options=replace(options, write_timeout_s=6.0),
+    )  # fmt: skip
     for step in range(3):  # each copies and goes on, and is committed beside it
         path = tmp_path / f"step-{step}"
         handle = ray_dcp.async_save(state_of(2.0 + step), checkpoint_id=path, options=options)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import ray_dcp
 from ray_dcp.worker_group import WorkerGroup
+from tests.support.daemons import NODE
 from tests.support.programs import models as programs
 from tests.support.servers.s3 import fresh_place
 
@@ -38,9 +39,7 @@ def cluster():
     """Two nodes on this machine: the second one has what workers need."""
     directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     (directory / "ray").mkdir()
-    node = {
-        "object_store_memory": 128 << 20, "include_dashboard": False, "resources": {"seat": 1},
-    }  # fmt: skip
+    node = {**NODE, "object_store_memory": 128 << 20, "resources": {"seat": 1}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
         # Why: Ray writes the address of the newest cluster there, and everybody reads it.
@@ -48,7 +47,7 @@ def cluster():
         head = {**node, "num_cpus": 1, "temp_dir": str(directory / "ray")}
         made = Cluster(initialize_head=True, head_node_args=head)
         ray.init(made.address, log_to_driver=False, configure_logging=False)
-        made.add_node(**node, num_cpus=2)
+        made.add_node(**{**node, "num_cpus": 2})
         yield made
         ray.shutdown()
         made.shutdown()
@@ -97,23 +96,22 @@ def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster
     assert first.metrics["loss"] == pytest.approx(expected[6], abs=1e-4)
     assert ray_dcp.open(first.checkpoint.path).world_size == 1
     # As the cluster files have it run; with more workers, and parallel in another way.
-    command = [sys.executable, str(SCRIPT), *arguments(tmp_path, "--workers", "1:2")]
-    finished = subprocess.run(
-        [*command, "--steps", "12", "--resize-after", "1000"],
-        env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    printed = finished.stdout
-    assert finished.returncode == 0, printed + finished.stderr
-    story = re.search(r"restored step 7 on (2) workers: epoch 0, sample 42 of 50", printed)
-    assert story, printed
-    (loss,) = re.findall(r"step 12: loss ([0-9.]+), .* epoch 1, 22 of 50 samples", printed)
-    assert float(loss) == pytest.approx(expected[11], abs=2e-4)
-    (checkpoint,) = re.findall(r"newest checkpoint Checkpoint\(.*path=(\S+?)\)", printed)
-    assert ray_dcp.open(checkpoint).world_size == int(story[1])
+    more = arguments(tmp_path, "--workers", "1:2", "--steps", "12", "--resize-after", "1000")
+    second = entry.main(more)
+    assert second.metrics["world_size"] == 2
+    assert second.metrics["restored"] == 7
+    assert second.metrics["samples"] == 72
+    assert second.metrics["loss"] == pytest.approx(expected[11], abs=2e-4)
+    assert ray_dcp.open(second.checkpoint.path).world_size == 2
+    printed = "".join(path.read_text() for path in log_files(cluster) if path.suffix == ".out")
+    assert "restored step 7 on 2 workers: epoch 0, sample 42 of 50" in printed
+    assert re.search(r"step 12: loss [0-9.]+, .* epoch 1, 22 of 50 samples", printed), printed
+
+
+def log_files(cluster):
+    """Returns the files that the nodes have written their logs to."""
+    written = Path(cluster.head_node.get_temp_dir_path()).rglob("*")
+    return [path for path in written if path.is_file() and "logs" in path.parts]
 
 
 def test_a_save_to_s3_from_two_nodes_is_loaded_at_other_sizes(server, cluster):
@@ -131,11 +129,7 @@ def test_a_save_to_s3_from_two_nodes_is_loaded_at_other_sizes(server, cluster):
                     assert wrong == []
                     assert read <= 1.25 * needed
     secret = server.secret_access_key.encode()
-    written = [
-        path
-        for path in Path(cluster.head_node.get_temp_dir_path()).rglob("*")
-        if path.is_file() and "logs" in path.parts
-    ]
+    written = log_files(cluster)
     assert written
     assert [path for path in written if secret in path.read_bytes()] == []
     assert secret.decode() not in os.environ.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -140,11 +141,14 @@ class Play:
         self.played.violations.append(f"{what} {number}: {type(why).__name__}: {why}")
 
 
+ROUNDS = 20 if os.environ.get("RAY_DCP_THOROUGH") else 4
 QUICK = tuple(fault for fault in FAULTS if fault not in ("swallow", "stall"))
 
 
 @pytest.mark.parametrize(
-    ("share", "faults", "rounds"), [(0.1, FAULTS, 5), (0.4, QUICK, 8)], ids=["bad", "worse"]
+    ("share", "faults", "rounds"),
+    [(0.1, FAULTS, ROUNDS), (0.4, QUICK, ROUNDS)],
+    ids=["bad", "worse"],
 )
 def test_no_save_is_lost_or_invented_and_no_load_is_wrong(server, share, faults, rounds):
     played = Play(server, 7, share, faults).rounds(rounds)

@@ -81,7 +81,7 @@ MEETINGS = {"comes": "await_group", "invites": "_make", "joins": "_join_session"
 """Before which call of its first save a rank dies."""
 
 
-MEETING_S = 8.0
+MEETING_S = 4.0
 """`plan_timeout_s` of saves in which the session is made."""
 
 
