@@ -34,6 +34,7 @@ from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info
 from ray_dcp.format.verdicts import TRUST, trust_key
 from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.io.records import used_slots
+from ray_dcp.manager.allocation_end import AllocationEnd
 from ray_dcp.manager.catalogue import (
     Catalogue,
     Root,
@@ -62,7 +63,7 @@ from ray_dcp.manager.retention import (
     rankings,
     superfluous,
 )
-from ray_dcp.manager.save_policies import SaveCosts, SaveFacts, asks_only_the_step
+from ray_dcp.manager.save_policies import SaveCosts, SaveFacts, asks_only_the_step, ends_of
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.step_target import StepTarget, free_number
 from ray_dcp.manager.writer_lease import WriterLease
@@ -135,6 +136,11 @@ class Writer:
         self._made_s = self._last_begun_s = time.monotonic()
         self._costs = SaveCosts()
         self._durable_s = 0.0
+        self._end = AllocationEnd(ends_of(settings.policy))
+        self._kept_s = self._made_s
+        """When the newest save was started that has not failed, without those in progress."""
+        self._begun_s: dict[int, float] = {}
+        """When the saves in progress were started, by step."""
         self._preemption_saved = False
         self._is_known = self._is_fenced = False
         self._unpublished = 0
@@ -188,12 +194,17 @@ class Writer:
             return force
         if not self._is_known and not asks_only_the_step(policy):
             self.look()
+        end_s = self._end.seconds()
         with self.lock:
             self._costs.asked(step, time.monotonic(), saving=bool(self.pending))
-            return bool(policy.due(self.facts(step, preempted)))
+            return bool(policy.due(self._facts(step, preempted, end_s)))
 
     def facts(self, step: int, preempted: bool = False) -> SaveFacts:
         """Returns the facts by which a save policy decides."""
+        # Why not under the lock: it may be a function of the user's.
+        return self._facts(step, preempted, self._end.seconds())
+
+    def _facts(self, step: int, preempted: bool, end_s: float | None) -> SaveFacts:
         with self.lock:
             now_s = time.monotonic()
             return SaveFacts(
@@ -204,6 +215,9 @@ class Writer:
                 saving=bool(self.pending) or self._costs.is_measuring,
                 cost_s=self._costs.cost_s,
                 durable_s=self._durable_s,
+                left_s=None if end_s is None else end_s - time.time(),
+                unsaved_s=now_s - max([self._kept_s, *self._begun_s.values()]),
+                step_s=self._costs.step_s,
                 failures=self._lease.failures,
                 ran_s=self._lease.ran_s + now_s - self._made_s,
             )
@@ -284,7 +298,7 @@ class Writer:
             raise
         with self.lock:
             self._begun[step] = info, added
-            self._last_begun_s = time.monotonic()
+            self._last_begun_s = self._begun_s[step] = time.monotonic()
             self._costs.began()
             self._preemption_saved = self._preemption_saved or preempted
             return place
@@ -318,6 +332,9 @@ class Writer:
             if no_space:
                 self._had_no_room = place
             info, added = self._begun.pop(place.step, (None, frozenset()))
+            begun_s = self._begun_s.pop(place.step, self._kept_s)
+            if committed is not False:
+                self._kept_s = max(self._kept_s, begun_s)
             if committed:
                 self._durable_s = time.monotonic() - self._last_begun_s
             # Why: if the step was due because of a preemption, the next step is due now.

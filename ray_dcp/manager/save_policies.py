@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from statistics import median
 from typing import Protocol, runtime_checkable
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager.policies import Combination, parts_of
-from ray_dcp.options import check_above_0, check_whole, set_checked
+from ray_dcp.options import check_above_0, check_whole, plain_integer, set_checked
 
+End = float | datetime
+"""Seconds since the epoch, or a datetime with a time zone."""
 MOST_PROBED = 1_000_000
 """Largest number of steps that are tried to find out whether a policy is ever due."""
 
@@ -45,6 +49,14 @@ class SaveFacts:
     ran_s: float = 0.0
     """Seconds that the writers of this run trained: the current writer until now, each earlier one
     until the last step that it committed."""
+    left_s: float | None = None
+    """Seconds until the end of the allocation, by the clock of rank 0; None if no `BeforeEnd` knows
+    it. Below 0 after it."""
+    unsaved_s: float = 0.0
+    """Seconds since the last save was started that has not failed, or since the manager was
+    created."""
+    step_s: float = 0.0
+    """Duration of the longest of the last steps without a save, in seconds; 0 if unknown."""
 
 
 @runtime_checkable
@@ -251,6 +263,11 @@ class SaveCosts:
         self._costs_s: deque[float] = deque(maxlen=5)
 
     @property
+    def step_s(self) -> float:
+        """Duration of the longest of the last steps without a save, in seconds; 0 if unknown."""
+        return max(self._step_s, default=0.0)
+
+    @property
     def is_measuring(self) -> bool:
         """Whether no step without a save has passed since the last save."""
         return self._during[0] > 0
@@ -336,6 +353,94 @@ class OnPreemption(_SavePolicy):
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
         return facts.preempted
+
+
+SAVE_MARGIN = 1.25
+"""A save is expected to take at most this many times as long as the last one."""
+
+
+@dataclass(frozen=True)
+class BeforeEnd(_SavePolicy):
+    """Is due before the allocation of the job ends: while two saves still fit, and while one does.
+
+        left_s   |------ 2 saves ------|------ 1 save ------|  end
+                 ^ due                 ^ due again
+
+    So much is lost at the end as is trained within one save; the first one is there if the second
+    one fails, or takes longer than was measured. A save that was started in between counts. Rank
+    0's clock decides, at each step or, with `sync_every`, at its multiples.
+
+    Args:
+        end: When the allocation ends: seconds since the epoch, or a datetime with a time zone; or a
+            function that returns one of them or None, which rank 0 calls at each decision. By
+            default the environment's `SLURM_JOB_END_TIME`, as rank 0 has it. Of several ends in a
+            policy, the earliest counts.
+        least_s: How long a save takes at least, in seconds; also the length before one was
+            measured.
+
+    Raises:
+        InvalidRequestError: `end` is not such a time, or `least_s` is not a positive number.
+
+    Examples:
+        >>> policy = EveryMinutes(30) | BeforeEnd(least_s=60)
+        >>> [policy.due(SaveFacts(step=7, left_s=left, unsaved_s=600)) for left in (150, 119)]
+        [False, True]
+        >>> policy.due(SaveFacts(step=8, left_s=100, unsaved_s=19))
+        False
+        >>> policy.due(SaveFacts(step=9, left_s=59, unsaved_s=60))
+        True
+    """
+
+    end: End | Callable[[], End | None] | None = None
+    least_s: float = 60.0
+
+    only_steps = False
+
+    def __post_init__(self) -> None:
+        set_checked(self, least_s=check_above_0(self.least_s, "BeforeEnd.least_s"))
+        if self.end is not None and not callable(self.end):
+            seconds_of(self.end)
+
+    def due(self, facts: SaveFacts) -> bool:
+        """See `SavePolicy`."""
+        if facts.left_s is None:
+            return False
+        save_s = self.save_s(facts)
+        # Why the step: the next decision is after it.
+        points = (2 * save_s + facts.step_s, save_s + facts.step_s)
+        return any(0.0 <= point - facts.left_s < facts.unsaved_s for point in points)
+
+    def save_s(self, facts: SaveFacts) -> float:
+        """Returns how long a save is expected to take, in seconds."""
+        return max(self.least_s, SAVE_MARGIN * max(facts.durable_s, facts.cost_s or 0.0))
+
+
+def seconds_of(end: object) -> float:
+    """Returns a time in seconds since the epoch.
+
+    Args:
+        end: Seconds since the epoch, or a datetime with a time zone.
+
+    Raises:
+        InvalidRequestError: It is neither.
+    """
+    if isinstance(end, datetime) and end.tzinfo is not None:
+        return end.timestamp()
+    end = plain_integer(end)
+    if isinstance(end, datetime | bool) or not isinstance(end, int | float):
+        raise InvalidRequestError(
+            f"BeforeEnd.end must be seconds since the epoch, a datetime with a time zone, or a "
+            f"function that returns one of them, but is {end!r}",
+            key="end",
+        )
+    if not math.isfinite(end):
+        raise InvalidRequestError(f"BeforeEnd.end must be finite, but is {end!r}", key="end")
+    return float(end)
+
+
+def ends_of(policy: SavePolicy | None) -> tuple[BeforeEnd, ...]:
+    """Returns the `BeforeEnd` policies that a policy, built-in or a user's, is or contains."""
+    return tuple(part for part in parts_of(policy) if isinstance(part, BeforeEnd))
 
 
 class _SaveCombination(Combination, _SavePolicy):

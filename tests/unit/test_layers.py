@@ -102,6 +102,7 @@ ENVIRONMENT_READERS = {
     "session.discovery": "which process of torchrun this is",
     "session.meeting": "which ranks its launcher has started beside it",
     "session.session": "RAY_ADDRESS",
+    "manager.allocation_end": "SLURM_JOB_END_TIME, which rank 0 alone reads",
     "view.progress": "TERM, as a bar needs a terminal that erases lines",
     "store.environment": "what storages read there, for the stager that writes instead",
     "worker_group": "the interface that gloo uses, which it sets",
