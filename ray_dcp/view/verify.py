@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,7 +48,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
-from ray_dcp.view.run_listing import read_trace
+from ray_dcp.view.run_listing import list_checkpoints, read_trace
 from ray_dcp.view.stock_items import check_stock_item
 from ray_dcp.view.wording import few, size_text
 
@@ -116,19 +117,24 @@ Reports = list["VerifyReport | _FileCheck"]
 Seen = dict[object, "_FileCheck"]
 """Checks of files that other files share, by what both are on the disk and should hold."""
 
+_BAD = ("damaged", "unreadable")
+"""States of checkpoints that were committed, and can't be loaded."""
 _MOST_LOOKS = 20
 """How often a verification is repeated because the checkpoint was replaced meanwhile."""
 
 
 def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
-    """Returns the damaged bytes of the checkpoint at a path, including all items of a step.
+    """Returns the damaged bytes of the checkpoint at a path, or of all steps of a run.
+
+    Items of a step count. Files of a run have the names of their steps before theirs; a file that
+    several steps share is read once.
 
     Damage is reported and not raised, even if the checkpoint can't be opened. A file that seems
     damaged is read again before it is reported. If another save replaces the checkpoint meanwhile,
     the new checkpoint is verified.
 
     Args:
-        path: Path or URL of the checkpoint.
+        path: Path or URL of the checkpoint, or of a directory of checkpoints.
         progress: Whether to draw a bar; or a function that receives a `Progress` about ten times a
             second.
 
@@ -143,7 +149,27 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
     Complexity:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
     """
-    return verify_unseen(path, {}, progress=progress)
+    seen: Seen = {}
+    with reporting(progress, "verifying", as_target(path).url) as meter:
+        try:
+            return _run_to_report(lambda found: _verify(path, found, meter, seen))
+        # Why StorageError: what lies beside the steps of a run may be unreadable.
+        except (CheckpointNotFoundError, StorageError):
+            # Suppressed: then the error of the path itself is raised.
+            with suppress(StorageError):
+                folders = _steps_of_run(path)
+                if folders:
+                    return _run_to_report(
+                        lambda found: _verify_all(path, folders, found, meter, seen, may_go=True)
+                    )
+            raise
+
+
+def _steps_of_run(path: AnyPlace) -> list[str]:
+    """Returns the folders of a run's checkpoints that should be whole, without items of steps."""
+    listed = list_checkpoints(path)
+    named = [one.name for one in listed if one.is_readable or one.state in _BAD]
+    return [name for name in named if name != "." and name.rpartition("/")[0] not in named]
 
 
 def verify_unseen(path: AnyPlace, seen: Seen, *, progress: ShowProgress = False) -> VerifyReport:
@@ -249,14 +275,40 @@ def _verify_opened(
     except DamagedCheckpointError as error:
         folders = ()
         found.append(VerifyReport(0, (Problem(error.key or "", None, 0, 0, error.message),)))
+    _verify_all(path or "", folders, found, meter, seen)
+
+
+def _verify_all(
+    path: AnyPlace,
+    folders: Iterable[str],
+    found: Reports,
+    meter: Meter,
+    seen: Seen,
+    *,
+    may_go: bool = False,
+) -> None:
+    """Verifies several checkpoints below a path: items of a step, or steps of a run.
+
+    Args:
+        path: Where they lie.
+        folders: Their names.
+        found: Reports to add to.
+        meter: Counts what is read.
+        seen: Checks of files that were read before.
+        may_go: Whether each may be deleted meanwhile, as a step by its retention.
+    """
     for folder in folders:
         own: Reports = []
         try:
-            _verify(place_below(path or "", folder), own, meter, seen)
+            _verify(place_below(path, folder), own, meter, seen)
         except (CheckpointNotFoundError, StorageError) as error:
             what = (Problem(folder, None, 0, 0, error.message),)
-            is_unread = isinstance(error, StorageError)
-            found.append(VerifyReport(0, (), (), what) if is_unread else VerifyReport(0, what))
+            if isinstance(error, StorageError):
+                found.append(VerifyReport(0, (), (), what))
+            elif may_go:
+                found.append(VerifyReport(0, (), (f"{folder} was deleted meanwhile",)))
+            else:
+                found.append(VerifyReport(0, what))
         finally:
             found.append(_in_folder(folder, _join_reports(own)))
 

@@ -422,6 +422,27 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_gone_and_not_damag
     assert done
 
 
+def test_a_run_is_verified_like_a_checkpoint_and_names_the_steps(
+    live_run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = ray_dcp.verify(live_run)
+    assert whole.ok
+    sizes = [ray_dcp.verify(live_run / f"step-{step}").checked_bytes for step in (1, 2, 3)]
+    assert whole.checked_bytes == sum(sizes)
+    (data,) = (live_run / "step-2").glob("*.distcp")
+    checkpoints.flip(data, data.stat().st_size // 2)
+    (problem,) = ray_dcp.verify(live_run).problems
+    assert problem.file == f"step-2/{data.name}"
+    interpose(
+        monkeypatch, LocalStorage, "read", "*.distcp", lambda: ray_dcp.delete(live_run / "step-3")
+    )
+    report = ray_dcp.verify(live_run)
+    assert report.problems == (problem,)
+    assert "step-3 was deleted meanwhile" in report.notes
+    with pytest.raises(errors.CheckpointNotFoundError, match="check the path"):
+        ray_dcp.verify(live_run / "nothing")
+
+
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
