@@ -17,7 +17,8 @@ from ray_dcp.format.manifest import (
     slot_of,
 )
 from ray_dcp.format.metadata import decode_metadata
-from ray_dcp.io.checkpoint import METADATA_KEY, is_ours, not_found
+from ray_dcp.io.checkpoint import METADATA_KEY, is_ours
+from ray_dcp.io.not_found import not_found
 from ray_dcp.place.files import everything
 from ray_dcp.place.records import Standing, standing_records
 from ray_dcp.place.stock_files import foreign_metadata

@@ -43,10 +43,10 @@ from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import StageKey
 from ray_dcp.stage.private_memory import PIECE_BYTES, Lease, PrivateMemory
+from ray_dcp.stage.staged_pieces import StagedPieces
 from ray_dcp.stage.window_bytes import WindowBytes
 from ray_dcp.stage.window_filler import deferred_items, fill_window, filler_of
 from ray_dcp.stage.windows import lay_out_windows
-from ray_dcp.stage.write_queue import StagedPieces
 from ray_dcp.store.opening import open_storage
 
 if TYPE_CHECKING:

@@ -16,20 +16,19 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
-from ray_dcp.commit_protocol.messages import FileReceipt, PartsWritten, Target
+from ray_dcp.commit_protocol.messages import PartsWritten, Target
 from ray_dcp.core.processes import run_tasks, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
-from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
+from ray_dcp.io.writer import part_key
 from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.orders import (
     Grant,
@@ -41,9 +40,11 @@ from ray_dcp.stage.orders import (
     StageProgress,
     Unknown,
 )
-from ray_dcp.stage.tier_files import Part, TierEntry, TierFile, kept_file, too_many
+from ray_dcp.stage.staged_pieces import unwritten, write_staged
+from ray_dcp.stage.tier_files import Part, TierEntry, too_many
 from ray_dcp.stage.window_bytes import WindowBytes
-from ray_dcp.stage.windows import StagingLayout, lay_out_windows
+from ray_dcp.stage.windows import lay_out_windows
+from ray_dcp.stage.write_job import Job
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -639,352 +640,6 @@ class WriteQueue:
             self._settle(job)
 
 
-Event = Literal[
-    "all_here", "rank_left", "writers_started", "writers_ended", "failed", "cancelled", "committed",
-    "released",
-]  # fmt: skip
-"""What happens to a share: its last window came; its rank ended or gave up, and hands over nothing
-more; its writers began, or ended; it can't be written, which is reported; nobody needs it any more,
-so nothing is reported; its rank knows that the save was committed, or knows any other outcome."""
-
-
-@dataclass(frozen=True)
-class JobState:
-    """The state of one rank's share of a save: a state and an event give the next one.
-
-    Three parts move on their own: the rank that hands over, the writers, and what becomes of the
-    share. Each only ever goes forward, so that events may come twice and in any order; one that has
-    no meaning in a state changes nothing.
-
-    Examples:
-        >>> state = JobState()
-        >>> for event in ("writers_started", "all_here", "writers_ended"):
-        ...     state = state.after(event)
-        >>> state.is_at_rest, state.after("all_here") == state
-        (True, True)
-    """
-
-    rank: Literal["filling", "handed_over", "left"] = "filling"
-    """`"handed_over"`: all windows are here, so that the rank may go on, or die; `"left"`: it
-    hands over nothing more, and something is missing."""
-    writers: Literal["idle", "working", "ended"] = "idle"
-    fate: Literal["open", "failed", "cancelled", "committed", "released"] = "open"
-
-    def after(self, event: Event) -> JobState:
-        """Returns the state after an event."""
-        match event:
-            case "all_here" if self.rank == "filling":
-                return replace(self, rank="handed_over")
-            case "rank_left" if self.rank == "filling":
-                return replace(self, rank="left")
-            case "writers_started" if self.writers == "idle":
-                return replace(self, writers="working")
-            case "writers_ended":
-                return replace(self, writers="ended")
-            case "failed" if self.fate == "open" and self.writers != "ended":
-                return replace(self, fate="failed")
-            case "committed" if self.fate == "open":
-                return replace(self, fate="committed")
-            case "cancelled" if self.fate in ("open", "failed"):
-                # Why: nobody reads what a writer that begins now would report.
-                writers = "ended" if self.writers == "idle" else self.writers
-                return replace(self, fate="cancelled", writers=writers)
-            case "released":
-                return replace(self, fate="released")
-        return self
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether nobody fills or reads its windows any more: their memory may go."""
-        return self.rank != "filling" and self.writers == "ended"
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether it has bytes for a save that its rank may not have any more."""
-        held = self.rank == "handed_over" and self.writers != "ended"
-        return held and self.fate in ("open", "committed")
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the save may still need the reports of its files."""
-        return self.fate in ("open", "failed")
-
-    @property
-    def is_of_use(self) -> bool:
-        """Whether its save may be committed, or is."""
-        return self.fate in ("open", "committed")
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether nobody asks for it again, once it is at rest: its outcome is known."""
-        return self.fate in ("committed", "released")
-
-
-@dataclass(eq=False)
-class Job:
-    """What a `WriteQueue` knows of one `StageKey`. Guarded by its lock."""
-
-    order: StageOrder
-    layout: StagingLayout
-    reporter: Any
-    """Who gets the reports; the queue only passes it on."""
-    changed: threading.Condition
-    hold_s: float
-    """How long a writer that holds windows waits for room for the next one, in seconds: longer than
-    it takes until the memory of windows that were let go is free; 0 once it was in vain."""
-    state: JobState = field(default_factory=JobState)
-    num_granted: int = 0
-    """How many of its windows have had room."""
-    windows: dict[int, WindowBytes] = field(default_factory=dict)
-    """Bytes of the windows that are here, or were."""
-    reports: dict[int, PartsWritten] = field(default_factory=dict)
-    """By position in `plan.files`."""
-    written_bytes: int = 0
-    moved_s: float = field(default_factory=lambda: time.monotonic())
-    """When bytes last reached the storage, or the job began; by the monotonic clock."""
-    error: CheckpointError | None = None
-    """Why it ends early."""
-    failed_s: float = 0.0
-    """When that happened; by the monotonic clock."""
-    wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
-    wants_seal: list[Future[bool | Unknown]] = field(default_factory=list)
-
-    def to(self, event: Event) -> None:
-        """Changes to the state after an event."""
-        self.state = self.state.after(event)
-
-    @property
-    def files(self) -> range:
-        """Positions in `plan.files` of those to write."""
-        return range(len(self.order.plan.files))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all its windows have arrived."""
-        return len(self.windows) == self.layout.num_windows
-
-    def in_flight(self) -> InFlight:
-        """Returns what a load needs to know of this job while its outcome is open."""
-        attempt, is_written = self.order.key.attempt, self.state.writers == "ended"
-        written = self.order.plan.files[:1] if is_written else ()
-        file = next((part_key(plan, attempt) for plan in written), None)
-        return InFlight(self.order.target, attempt, is_written, file)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether there is a receipt for each of its files."""
-        told = self.reports
-        return len(told) == len(self.files) and all(one.files for one in told.values())
-
-    @property
-    def run(self) -> str:
-        """The folder of the checkpoints that it belongs to."""
-        return self.order.target.url.rstrip("/").rpartition("/")[0]
-
-    def kept_files(self) -> tuple[TierFile, ...]:
-        """Returns where the bytes of each file lie, by the keys of the attempt."""
-        key = self.order.key
-        return tuple(
-            kept_file(part_key(self.order.plan.files[file], key.attempt), self.layout, file, key)
-            for file in self.files
-        )
-
-    def failure(self) -> CheckpointError | None:
-        """Returns a copy of the error that ends it early, to be raised in another thread."""
-        return None if self.error is None else copy.copy(self.error)
-
-    def progress(self) -> StageProgress:
-        """Returns the progress of the job."""
-        return StageProgress(
-            self.order.key,
-            self.layout.total_bytes,
-            self.written_bytes,
-            self.state.rank == "handed_over",
-            tuple(self.reports.values()),
-        )
-
-
-class StagedPieces:
-    """Implements `PieceSource` on staged windows.
-
-    Args:
-        layout: Layout of the rank's share.
-        file: Position of the file in the plan.
-        bytes_of: Returns the bytes of a window, and may wait for them.
-        passed: Called with each window whose bytes of this file are written, and with the number of
-            bytes written since the last call.
-    """
-
-    def __init__(
-        self,
-        layout: StagingLayout,
-        file: int,
-        bytes_of: Callable[[int], WindowBytes],
-        passed: Callable[[int | None, int], None] = lambda *_: None,
-    ) -> None:
-        self.before_wait: Callable[[], None] = lambda: None
-        self.is_held = False
-        own = slice(*layout.file_first[file : file + 2].tolist())
-        self._bytes_of = bytes_of
-        self._passed = passed
-        self._window = layout.window[own].tolist()
-        self._offset = layout.offset[own].tolist()
-        self._length = layout.num_bytes[own].tolist()
-        self._file_end = layout.file_end[own].tolist()
-        self._segments: dict[int, list[int]] = {}
-        for segment, piece in enumerate(layout.piece[own].tolist()):
-            self._segments.setdefault(piece, []).append(segment)
-        self._current = (-1, WindowBytes(()))
-        self._last_view = memoryview(b"")
-        self._done = 0
-
-    def small(self, first: int, stop: int) -> Iterator[memoryview]:
-        """See `PieceSource.small`."""
-        segments = self._segments
-        for piece in range(first, stop):
-            found = segments.get(piece)
-            yield next(self._views(found[0]), _EMPTY) if found else _EMPTY
-
-    def parts(self, piece: int) -> Iterator[memoryview]:
-        """See `PieceSource.parts`."""
-        return chain.from_iterable(map(self._views, self._segments.get(piece, ())))
-
-    def num_bytes(self, piece: int) -> int:
-        """See `PieceSource.num_bytes`."""
-        return sum(self._length[segment] for segment in self._segments.get(piece, ()))
-
-    def written(self, end: int) -> None:
-        """See `PieceSource.written`."""
-        if self.is_held:
-            return
-        num_bytes = 0
-        while self._done < len(self._window) and self._file_end[self._done] <= end:
-            num_bytes += self._length[self._done]
-            window = self._window[self._done]
-            self._done += 1
-            is_last = self._done == len(self._window) or self._window[self._done] != window
-            if is_last:
-                self._passed(window, num_bytes)
-                num_bytes = 0
-        if num_bytes:
-            self._passed(None, num_bytes)
-
-    def let_go(self) -> None:
-        """Releases the bytes that were returned last."""
-        # Suppressed: an error came between, whose traceback has it.
-        with suppress(BufferError):
-            self._last_view.release()
-        self._last_view = memoryview(b"")
-        self._current = (-1, WindowBytes(()))
-
-    def _views(self, segment: int) -> Iterator[memoryview]:
-        window = self._window[segment]
-        if window != self._current[0]:
-            self._current = (window, self._bytes_of(window))
-        for view in self._current[1].views(self._offset[segment], self._length[segment]):
-            self._last_view = view
-            yield view
-
-
-class JobPieces(StagedPieces):
-    """The pieces of a job's file; waits for windows that are not here yet."""
-
-    def __init__(self, job: Job, file: int, passed: Callable[[int | None, int], None]) -> None:
-        super().__init__(job.layout, file, self._wait_for, passed)
-        self._job = job
-
-    def _wait_for(self, window: int) -> WindowBytes:
-        job = self._job
-        with job.changed:
-            if job.error is None and window in job.windows:
-                return job.windows[window]
-        # Why: what is packed lies in windows that others may wait for, and this one for them. So
-        # does what was written last, to which the writer refers still.
-        self.before_wait()
-        self.let_go()
-        with job.changed:
-            if self.is_held:
-                self._hold(window)
-            job.changed.wait_for(lambda: job.error is not None or window in job.windows)
-            if job.error is not None:
-                # Why no name for it: it would hold this frame, and so the bytes, in a circle.
-                raise copy.copy(job.error)
-            return job.windows[window]
-
-    def _hold(self, window: int) -> None:
-        """Waits for room for a window while all windows before it stay; the lock is held.
-
-        *Why* a bound: the room may be taken by windows that wait for each other, each with a writer
-        that holds what it has.
-
-        Raises:
-            NotHeldError: There is none.
-        """
-        job = self._job
-        has_room = job.changed.wait_for(
-            lambda: job.error is not None or job.num_granted > window,
-            job.hold_s,
-        )
-        if not has_room:
-            job.hold_s = 0.0
-            raise NotHeldError
-
-
-def write_staged(
-    job: Job,
-    file: int,
-    passed: Callable[[int | None, int], None],
-    opener: Callable[[Target], Storage],
-) -> PartsWritten:
-    """Writes one file of a job and returns what became of it. Never raises.
-
-    Args:
-        job: The job whose file is written.
-        file: Position of the file in `plan.files`.
-        passed: See `StagedPieces`.
-        opener: Opens the storage.
-    """
-    order, plan = job.order, job.order.plan.files[file]
-    pieces = JobPieces(job, file, passed)
-    try:
-        receipt = write_pieces(
-            opener(order.target),
-            plan,
-            order.key.attempt,
-            pieces,
-            options=order.options,
-            published=order.published,
-        )
-    except Exception as exc:  # noqa: BLE001 - told to whoever collects the receipts
-        return unwritten(job, file, exc)
-    finally:
-        pieces.let_go()
-    return _report(order.key, (receipt,))
-
-
-def unwritten(job: Job, file: int, error: BaseException) -> PartsWritten:
-    """Returns the report of a file that could not be written.
-
-    Args:
-        job: The job whose file was not written.
-        file: Position of the file in `plan.files`.
-        error: The error because of which it was not written.
-    """
-    plan = job.order.plan.files[file]
-    if not isinstance(error, CheckpointError):
-        error = CheckpointError(
-            f"writing staged bytes failed: {type(error).__name__}: {error}", key=plan.key
-        )
-    # Why a copy: the report stays, and the frames of a traceback hold views of the bytes.
-    return _report(job.order.key, error=copy.copy(error))
-
-
-def _report(
-    key: StageKey, files: tuple[FileReceipt, ...] = (), error: CheckpointError | None = None
-) -> PartsWritten:
-    return PartsWritten(key.save, key.rank, key.attempt, key.epoch, files, error)
-
-
 def answer(future: Future[Any], error: CheckpointError | None, result: Any) -> None:
     """Ends a future that somebody may wait for."""
     # Suppressed: whoever waited has given up.
@@ -993,6 +648,3 @@ def answer(future: Future[Any], error: CheckpointError | None, result: Any) -> N
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-_EMPTY = memoryview(b"")

@@ -37,13 +37,8 @@ from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
 from ray_dcp.format.manifest import repeated, tied_in
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
-from ray_dcp.io.checkpoint import (
-    INDEX_NAME,
-    CheckpointReplacedError,
-    find_checkpoint,
-    plain_files,
-    read_checkpoint,
-)
+from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
+from ray_dcp.io.plain_files import INDEX_NAME, plain_files
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns

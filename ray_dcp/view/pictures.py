@@ -20,8 +20,9 @@ from ray_dcp.view import drawing as draw
 from ray_dcp.view.charts import line_chart, tensor_tree, timeline
 from ray_dcp.view.checkpoint_view import CheckpointView, picture_diff
 from ray_dcp.view.drawing import WIDTH, Picture
-from ray_dcp.view.resharding import RankBoxes, ShardGrid, reshard_layout, shard_layout, stored_boxes
+from ray_dcp.view.resharding import ShardGrid
 from ray_dcp.view.run_view import RunView, picture_steps
+from ray_dcp.view.shard_map import RankBoxes, reshard_layout, shard_layout, stored_boxes
 from ray_dcp.view.tensor_handle import TensorHandle, parts_of
 
 __all__ = [

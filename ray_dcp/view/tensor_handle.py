@@ -25,7 +25,7 @@ from ray_dcp.io.reader import read_chunks, read_item
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
-from ray_dcp.view.resharding import shard_layout, stored_boxes
+from ray_dcp.view.shard_map import shard_layout, stored_boxes
 
 _SLAB_BYTES = 32 << 20
 """Length of the parts in which whole tensors are read, in bytes."""

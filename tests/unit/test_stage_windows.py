@@ -32,7 +32,7 @@ from ray_dcp.stage.private_memory import PrivateMemory
 from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.stage.window_filler import HostFiller, deferred_items, fill_window, window_parts
 from ray_dcp.stage.windows import lay_out_windows
-from ray_dcp.stage.write_queue import Event, JobState
+from ray_dcp.stage.write_job import Event, JobState
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import DeviceFiller, Moment
 from tests.gpu.played import Played
