@@ -72,6 +72,10 @@ from ray_dcp.store.environment import StorageVariables
 WATCH_S = 0.5
 """Interval at which Ray's tables are read for processes that ended, in seconds."""
 
+ENDING_S = 2.0
+"""How long a new driver waits for the end of the one before, in seconds. *Why*: Ray's tables show
+a death a moment later, and a job that is restarted at once would be refused."""
+
 UNUSED_S = 60.0
 """How long a coordinator stays that no driver attached to, in seconds."""
 
@@ -227,9 +231,7 @@ class JobCoordinator:
         before = self._driver
         if before is not None:
             is_same = before.process == driver.process
-            gone = is_same or before.process in await asyncio.to_thread(
-                ray_calls.gone, {before.process}
-            )
+            gone = is_same or await self._has_ended(before.process, job.settings.takeover)
             if not gone and not job.settings.takeover:
                 raise CheckpointExistsError(
                     f"{job.target.url} is written by {before.process}, which lives. End it, or "
@@ -244,6 +246,15 @@ class JobCoordinator:
             self._driver = None
             await asyncio.to_thread(self._writer.close)
             self._writer = None
+
+    async def _has_ended(self, process: Caller, at_once: bool) -> bool:
+        """Returns whether a process has ended; waits a moment for that, unless `at_once`."""
+        end_s = self._loop.time() + (0.0 if at_once else ENDING_S)
+        while process not in await asyncio.to_thread(ray_calls.gone, {process}):
+            if self._loop.time() >= end_s:
+                return False
+            await asyncio.sleep(WATCH_S)
+        return True
 
     async def detach(self, nonce: str) -> None:
         """Lets a driver go, which opens no more steps; what is being saved goes on."""
