@@ -69,13 +69,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
-    "test_train", "test_matrix", "test_socket_ranks", "test_cluster_configs", "test_torchrun",
-    "test_two_jobs", "test_alone_in_ray",
-    "test_async_bad_input", "test_async_saves", "test_heartbeats",
-    "test_runtime_stager", "test_memory_tier", "test_runtime_workers",
-    "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",
-    "test_frameworks", "test_full_disk", "test_manager_ranks",
-    "test_repeated_saves", "test_gatherers", "test_full_memory",
+    "test_train", "test_socket_ranks", "test_matrix", "test_async_bad_input", "test_heartbeats",
+    "test_cluster_configs", "test_two_jobs", "test_torchrun", "test_async_saves",
+    "test_s3_refusals", "test_frameworks", "test_reshard", "test_s3_storage",
+    "test_runtime_stager", "test_memory_tier_nodes", "test_runtime_coordinator",
+    "test_s3_saves", "test_metrics", "test_runtime_workers", "test_beside_jobs",
+    "test_s3_bad_network", "test_full_memory", "test_memory_tier", "test_lightning",
+    "test_repeated_saves", "test_azure_storage", "test_alone_in_ray", "test_bad_input_ranks",
+    "test_full_disk", "test_manager_ranks", "test_gatherers",
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several
 processes end at about the same time. In front are those that mostly wait: meanwhile the others

@@ -20,8 +20,9 @@ import sys
 from typing import Any
 
 PRELOADED = (
-    "ray", "ray._private.workers.default_worker", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "ray_dcp.saving",
+    "ray", "ray._private.workers.default_worker", "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "pytest", "ray_dcp.saving",
     "ray_dcp.worker_group", "ray_dcp.coordinator.actor", "ray_dcp.stage.stager",
     "ray_dcp.coordinator.gatherer",
 )  # fmt: skip
