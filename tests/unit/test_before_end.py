@@ -85,7 +85,7 @@ def test_a_save_that_fails_is_due_again_at_the_next_step(
 def test_before_any_end_a_save_commits_that_loses_less_than_two_and_a_step(
     step_s, save_s, slower, least_s, begins_s, ends_s
 ):
-    """Of training that begins at any time, also near the end; saves take up to 1.2 times as lo"""
+    """Of training that begins at any time, also near the end; saves vary by 1.2."""
     policy, now_s, kept_s, committed = BeforeEnd(least_s=least_s), begins_s, begins_s, [begins_s]
     while now_s < ends_s:
         now_s += step_s
