@@ -50,7 +50,7 @@ from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import read_if_there
-from ray_dcp.view.charts import Node, grown, shape_text
+from ray_dcp.view.charts import Leaf, Node, grown, shape_text
 from ray_dcp.view.checkpoint_view import CheckpointView, leaves_of, read_view
 from ray_dcp.view.damage_marks import mark_damaged, remove_marks
 from ray_dcp.view.difference import TensorDiff, ValueDiff
@@ -182,16 +182,7 @@ def _row(view: CheckpointView, name: str) -> dict[str, object]:
 
 def _groups(root: Node, most: int) -> list[dict[str, str]]:
     """Returns a row for each module, down to the deepest level that fits."""
-    level = [*root.children.items()]
-    while True:
-        deeper = [
-            (f"{name}.{below}" if node.children else name, child)
-            for name, node in level
-            for below, child in (node.children or {"": node}).items()
-        ]
-        if len(deeper) > most or (len(deeper) == len(level) and deeper == level):
-            break
-        level = deeper
+    level = _deepest_level(root, most)
     sizes = [size_text(node.num_bytes) if node.num_tensors else "" for _, node in level]
     rows = [
         {"name": name, "holds": node.told, "size": size}
@@ -199,6 +190,20 @@ def _groups(root: Node, most: int) -> list[dict[str, str]]:
     ]
     more = {"name": f"… and {len(level) - len(rows)} more", "holds": "", "size": ""}
     return [*rows, more] if len(level) > len(rows) else rows
+
+
+def _deepest_level(root: Node, most: int) -> list[tuple[str, Node]]:
+    """Returns the deepest level of a tree with at most so many nodes, by their whole names."""
+    level = [*root.children.items()]
+    while True:
+        deeper = [
+            (f"{name}.{below}" if node.children else name, child)
+            for name, node in level
+            for below, child in (node.children or {"": node}).items()
+        ]
+        if len(deeper) > most or deeper == level:
+            return level
+        level = deeper
 
 
 def _branches(node: Node, indent: str, depth: int | None) -> Iterator[str]:
@@ -390,7 +395,8 @@ def diff(
     """List the tensors of checkpoint SECOND that differ from those of FIRST; PATH or RUN@STEP.
 
     Tensors with the same chunks in both checkpoints are compared by their stored hashes, without
-    reading them. Other tensors are read and compared; the last lines report how much was read.
+    reading them. Other tensors are read and compared; the first lines report how much was read. If
+    more than 40 names differ, their modules are shown instead; --tensor '*' lists each.
     """
     address_one, address_other = address_of(first), address_of(second)
     one, other = address_one.open(first), address_other.open(second)
@@ -406,19 +412,24 @@ def diff(
         names = [name for name in found.comparable if name in rows]
         with progress("reading", address_other.name) as meter:
             by_name = {row.name: row for row in found.values(names, progress=meter)}
-    lines = table(
-        [_diff_row(row, by_name.get(row.name)) for row in shown],
-        left=("change", "name", "type"),
-        least=("elements", "max", "norm"),
-        last=("type", "size", "differs"),
-        style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
-    )
+    is_long = len(shown) > num_names_shown() and not (show_all or values or pattern is not None)
+    if is_long:
+        groups = _diff_groups(shown, num_names_shown())
+        lines = [*table(groups, left=("name", "holds")), "each name: --tensor '*'"]
+    else:
+        lines = table(
+            [_diff_row(row, by_name.get(row.name)) for row in shown],
+            left=("change", "name", "type"),
+            least=("elements", "max", "norm"),
+            last=("type", "size", "differs"),
+            style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
+        )
     counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
     none = "both are empty" if pattern is None else f"no name matches {pattern!r}"
     total = f"{counts or none}; {size_text(found.changed_bytes)} differ"
     title = f"{address_one.name} -> {address_other.name}"
     notes = [f"note: {note}" for note in found.notes]
-    read = f"{size_text(found.bytes_read)} of tensors were read to decide that"
+    read = f"{size_text(found.bytes_read)} were read to decide that"
     facts = ("counts", "changed_bytes", "bytes_read", "notes")
     value = {
         "first": one.url,
@@ -429,9 +440,30 @@ def diff(
             for row in shown
         ],
     }
-    told(value, title, *lines, total, *notes, read)
+    told(value, title, f"{total} ({read})", *notes, *lines)
     if exit_code and not found.is_empty:
         sys.exit(1)
+
+
+def _diff_groups(rows: Sequence[TensorDiff], most: int) -> list[dict[str, str]]:
+    """Returns a row for each module that differs, down to the deepest level that fits."""
+    level = _deepest_level(grown([Leaf(row.name, None) for row in rows], merged=False), most)
+    found = []
+    for name, _ in level[:most]:
+        inside = [row for row in rows if row.name == name or row.name.startswith(f"{name}.")]
+        counts = Counter(row.change for row in inside)
+        found.append(
+            {
+                "name": name,
+                "holds": ", ".join(f"{count} {change}" for change, count in counts.items()),
+                "size": size_text(sum(row.num_bytes for row in inside)),
+                "differs": size_text(sum(row.changed_bytes for row in inside)),
+            }
+        )
+    if len(level) > most:
+        more = f"… and {len(level) - most} more"
+        found.append({"name": more, "holds": "", "size": "", "differs": ""})
+    return found
 
 
 def _diff_row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:

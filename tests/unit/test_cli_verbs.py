@@ -407,6 +407,25 @@ def test_diff_exits_with_1_where_that_is_asked_for(run: Path):
         assert invoke("diff", f"{run}@10", f"{run}@{step}", *more).exit_code == code
 
 
+def test_diff_shows_modules_where_many_names_differ(tmp_path: Path):
+    """The summary comes first; each name is listed if that is asked for."""
+    steps = [tmp_path / f"step-{step}" for step in (1, 2)]
+    for value, step in enumerate(steps):
+        state = {
+            f"layers.{layer}.{name}": torch.full((4,), float(value))
+            for layer in range(30) for name in ("weight", "bias")
+        }  # fmt: skip
+        more = {"new": torch.ones(2)} if value else {}
+        ray_dcp.save({**state, "kept": torch.ones(3), **more}, checkpoint_id=step)
+    lines = invoke("diff", *steps).stdout.splitlines()
+    assert lines[1].startswith("1 unchanged, 60 changed, 1 added; 968 B differ")
+    assert len(lines) == 2 + 1 + 31 + 1
+    assert lines[3].split() == ["layers.0", "2", "changed", "32", "B", "32", "B"]
+    assert lines[-2].split()[:3] == ["new", "1", "added"]
+    assert len(invoke("diff", *steps, "--tensor", "*").stdout.splitlines()) == 2 + 1 + 61
+    assert len(json.loads(invoke("diff", *steps, "--json").stdout)["tensors"]) == 61
+
+
 def test_diff_compares_the_names_that_match(tmp_path: Path):
     for step in (1, 2):
         state = {"w": torch.ones(2), "step": step}
