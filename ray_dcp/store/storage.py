@@ -375,7 +375,8 @@ _WAY_OUT = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
     errno.ENAMETOOLONG: "choose a shorter checkpoint path",
-    errno.ENOTDIR: "choose a path that is no file, and lies below none",
+    errno.ENOTDIR: "choose a path that is no file, and lies below none; what torch.save wrote is "
+    "converted by `ray-dcp import` or `ray_dcp.torch_save_to_dcp`",
     errno.EIO: "the device reports a failure: check it, and don't trust what it holds",
     errno.ESTALE: "the network filesystem lost this file: check its server, then retry",
     errno.EFBIG: "lower `part_bytes`: the filesystem can't hold a file of this size",
