@@ -49,6 +49,7 @@ from ray_dcp.session import ray_calls
 from ray_dcp.session.names import gatherer_name
 from ray_dcp.session.ray_calls import Caller
 from ray_dcp.session.session import MOST_CALLS
+from ray_dcp.store.environment import StorageVariables
 
 LOOK_S = 5.0
 """Interval at which the gatherer checks whether it is needed, in seconds."""
@@ -168,11 +169,22 @@ class Gatherer:
         namespace: Ray namespace of the coordinator.
         lease_s: The gatherer exits when all its ranks have left, and after this time without a
             call, in seconds.
+        variables: What storages read in the environment of a rank: a coordinator that is created
+            from here gets it.
     """
 
-    def __init__(self, coordinator: str, ranks: range, namespace: str, lease_s: float) -> None:
+    def __init__(
+        self,
+        coordinator: str,
+        ranks: range,
+        namespace: str,
+        lease_s: float,
+        variables: StorageVariables,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._reach = partial(coordinator_of, coordinator, namespace=namespace, lease_s=lease_s)
+        self._reach = partial(
+            coordinator_of, coordinator, namespace=namespace, lease_s=lease_s, variables=variables
+        )
         self._coordinator: Any = None
         self._window = BatchWindow(ranks, self._loop.time)
         self._waiting: dict[Waiting, list[asyncio.Future[Reply | None]]] = {}
@@ -287,7 +299,8 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
     )
-    return actor.remote(coordinator, ranks, namespace, check_above_0(lease_s, "lease_s"))
+    lease_s = check_above_0(lease_s, "lease_s")
+    return actor.remote(coordinator, ranks, namespace, lease_s, ray_calls.storage_variables())
 
 
 ANSWER_S = 60.0
