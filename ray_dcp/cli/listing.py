@@ -50,7 +50,9 @@ from ray_dcp.view.run_view import (
     nearest_paths,
     run_text,
     step_cells,
+    whole_steps,
 )
+from ray_dcp.view.step_part import StepPart
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 _STYLES = {"committed": "green", "damaged": "red", "unreadable": "red", "in flight": "yellow",
@@ -72,8 +74,10 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     """List the checkpoints at and below ROOT; of several runs, one table each.
 
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
-    aborted (the save failed), damaged (files are missing or have the wrong length), stock (not
-    written by ray_dcp), deleted, or unreadable. NEW is the number of bytes that the step before in
+    aborted (the save failed), damaged (files are missing or have the wrong length, also those of
+    one of its parts), stock (not
+    written by ray_dcp), deleted, or unreadable. PARTS are those of a step of a job, or the items of
+    a step; sizes are of all of them. NEW is the number of bytes that the step before in
     its run does not have, by stored hashes. TRUST is the verdict by the name with which the run's
     manager trusts steps. REUSED is the number of bytes that the save did not
     write, as it linked or copied files of an earlier step. STALL is how long training waited;
@@ -86,7 +90,8 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     if says(JSON):
         told([listed(step, now_s, full=looks_in) for step in steps])
     else:
-        parts = [(one, one.steps if everything else one.present) for one in run.runs]
+        shown = [(one, one.steps if everything else one.present) for one in run.runs]
+        parts = [(one, whole_steps(some)) for one, some in shown]
         several, lines = len(parts) > 1, list[str]()
         for part, some in parts:
             if several and some:
@@ -94,8 +99,9 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
             lines += _lines(part, some, now_s, full=looks_in)
         if not lines:
             lines = [f"no checkpoints at or below {root}"]
-        if len(steps) < len(run):
-            lines.append(f"{count_text(len(run) - len(steps), 'deleted step')}: --all")
+        num_hidden = len(whole_steps(run.steps)) - len(whole_steps(steps))
+        if num_hidden:
+            lines.append(f"{count_text(num_hidden, 'deleted step')}: --all")
         told(None, *(lines[1:] if several else lines))
     if check and any(step.state == "damaged" for step in run):
         sys.exit(1)
@@ -140,6 +146,7 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
         "tags": list(step.tags),
         "trusted": step.is_trusted,
         "note": step.note,
+        **_parts_value(step, full=full),
         "new_bytes": step.new_bytes if looks_in else None,
         "layout": step.layout if looks_in else None,
         "stall_s": step.stall_s if full else None,
@@ -148,13 +155,20 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
     }
 
 
+def _parts_value(step: StepView, *, full: bool) -> dict[str, Any]:
+    if not step.items:
+        return {}
+    known = step.parts if full else {n: StepPart(folder=one) for n, one in step.items.items()}
+    return {"parts": {name: asdict(one) for name, one in known.items()}}
+
+
 def _lines(run: RunView, steps: Sequence[StepView], now_s: float, *, full: bool) -> list[str]:
     rows = step_cells(run, steps, details=full, now_s=now_s)
     notes = []
     for step, row in zip(steps, rows, strict=True):
         # Why dropped: the name ends with the number of the step, and notes get lines of their own.
         del row["step"], row["note"]
-        if step.detail and step.state in ("committed", "damaged", "unreadable"):
+        if step.detail and (step.items or step.state in ("committed", "damaged", "unreadable")):
             notes.append(f"{step.name}: {step.detail}")
         elif step.in_flight and step.state != "in flight":
             notes.append(
@@ -228,7 +242,7 @@ def watch(root: str, interval: float, looks: int | None) -> None:
             for change in changes(run, before):
                 _print_change(run, *change, first=not number)
             sys.stdout.flush()
-            before = {step.name: step.state for step in run}
+            before = {step.name: step.state for step in run if not step.is_item}
             number += 1
     except KeyboardInterrupt as error:
         sys.exit(exit_code_of(error))  # without a message: it is the normal end
@@ -243,7 +257,7 @@ def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
         run: The current run.
         before: Earlier state of each step, by name.
     """
-    now = {step.name: str(step.state) for step in run}
+    now = {step.name: str(step.state) for step in run if not step.is_item}
     states = [(name, before.get(name, ""), now.get(name, "")) for name in {**now, **before}]
     return [one for one in states if one[1] != one[2] and one[1:] != ("", "deleted")]
 
@@ -253,7 +267,7 @@ def _print_change(run: RunView, name: str, was: str, state: str, *, first: bool)
         row = listed(run.step(name), time.time(), full=False) if state else {"name": name}
         click.echo(to_json({"was": was, **row, "state": state or "gone"}))
         return
-    size = f", {size_text(run.step(name).num_bytes)}" if state else ""
+    size = f", {size_text(run.step(name).whole_bytes)}" if state else ""
     moment = "" if first else time.strftime("%H:%M:%S ")
     click.echo(f"{moment}{name}: {f'{was} -> ' if was else ''}{state or 'gone'}{size}")
 

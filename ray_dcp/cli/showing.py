@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
@@ -46,6 +46,7 @@ from ray_dcp.cli.places import (
 )
 from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.format.job_parts import KEY
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.store.opening import open_storage, place_below
@@ -55,8 +56,9 @@ from ray_dcp.view.checkpoint_view import CheckpointView, leaves_of, read_view
 from ray_dcp.view.damage_marks import mark_damaged, remove_marks
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
-from ray_dcp.view.run_view import RunView, StepView, folder_of, read_run
-from ray_dcp.view.verify import Seen, VerifyInterrupted, VerifyReport, items_of, verify_unseen
+from ray_dcp.view.run_view import RunView, StepView, folder_of, read_run, whole_steps
+from ray_dcp.view.step_part import StepPart
+from ray_dcp.view.verify import Seen, VerifyInterrupted, VerifyReport, verify_unseen
 from ray_dcp.view.wording import (
     age_text,
     count_text,
@@ -761,14 +763,17 @@ def checkpoint_lines(view: CheckpointView, path: str) -> list[str]:
         view: The checkpoint.
         path: Its path or URL.
     """
-    items: Sequence[str] = ()
+    parts: Mapping[str, StepPart] = {}
     if view.place is not None:
         with suppress(CheckpointError):
-            items = items_of(view.storage, view.checkpoint)
+            parts = view.parts
     lines = []
-    if items and view.place is not None:
-        lines.append(f"a step of the items {few(list(items))}, each a checkpoint below it")
-        view, path = read_view(place_below(view.place, items[0])), f"{path}/{items[0]}"
+    if parts and view.place is not None:
+        what = "parts" if KEY in view.objects else "items"
+        told = [one.in_words(name) for name, one in parts.items()]
+        lines.append(f"a step of the {what} {few(told)}, each a checkpoint below it")
+        first = next(iter(parts.values())).folder
+        view, path = read_view(place_below(view.place, first)), f"{path}/{first}"
     return [*lines, *_code_lines("to load it", _loading_code(view, path))]
 
 
@@ -783,7 +788,7 @@ def run_lines(run: RunView, path: str) -> Iterator[str]:
     if len(runs) == 1:
         folder = folder_of(runs[0], run)
         path = path if folder == "." else f"{path.rstrip('/')}/{folder}"
-        yield f"{path}: a run of {count_text(len(run.present), 'checkpoint')}, {size}"
+        yield f"{path}: a run of {count_text(len(whole_steps(run.present)), 'checkpoint')}, {size}"
         yield from _of_run(runs[0], path)
         return
     yield f"{path}: {len(runs)} runs of {count_text(len(run.present), 'checkpoint')}, {size}"
@@ -804,7 +809,7 @@ def _of_run(run: RunView, path: str) -> Iterator[str]:
         ranks = "" if newest.num_ranks is None else f", {count_text(newest.num_ranks, 'rank')}"
         since = newest.created_s
         age = "" if since is None else f", {age_text(time.time() - since)} ago"
-        yield f"newest that is whole: {newest.name}{age}{ranks}, {size_text(newest.num_bytes)}"
+        yield f"newest that is whole: {newest.name}{age}{ranks}, {size_text(newest.whole_bytes)}"
         with suppress(CheckpointError):
             yield f"written by: {_WRITERS.get(newest.view.kind, newest.view.kind)}"
     yield f"states, by names and lengths of files: {_states(run)}"
@@ -854,7 +859,7 @@ def _run_row(run: RunView) -> dict[str, str]:
 
 
 def _states(run: RunView) -> str:
-    counts = Counter(step.state for step in run)
+    counts = Counter(step.state for step in whole_steps(run.steps))
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 

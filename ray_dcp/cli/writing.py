@@ -376,10 +376,14 @@ class _Copy:
             except CheckpointReplacedError:
                 if number == _MOST_TRIES - 1:
                     raise
-            except CheckpointNotFoundError:
+            except CheckpointNotFoundError as error:
                 if not self.in_run:
                     raise
-                self.state = "gone"
+                if self._is_there():
+                    # Why: the step stands, and one of its items is gone.
+                    self._failed(DamagedCheckpointError(error.message))
+                else:
+                    self.state = "gone"
                 return None
             except CheckpointExistsError as error:
                 if not self.in_run:
@@ -395,6 +399,13 @@ class _Copy:
                 self._failed(error)
                 return None
         return None
+
+    def _is_there(self) -> bool:
+        try:
+            self.source.open()
+        except CheckpointNotFoundError:
+            return False
+        return True
 
     def _failed(self, error: CheckpointError) -> None:
         self.state, self.failure, self.num_files = "failed", error, 0
@@ -590,7 +601,7 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
         deletion.check(force=force, **ways)
         if not force:
             _check_no_item(step.path)
-    total = sum(step.num_bytes for step in found)
+    total = sum(step.whole_bytes for step in found)
     names = ", ".join(step.path.url for step in found)
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
@@ -602,8 +613,10 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
             report = _without_known(".", report, step.items.values())
             reports.append((report.path, report))
             for folder in step.items.values():
-                report = delete(place_below(step.path, folder), dry_run=dry_run)
-                reports.append((report.path, report))
+                # Suppressed: of a step that was not committed, some items may not be there.
+                with suppress(CheckpointNotFoundError):
+                    report = delete(place_below(step.path, folder), dry_run=dry_run)
+                    reports.append((report.path, report))
     except CheckpointError:
         if not says(JSON):
             _print_reports(reports, dry_run=dry_run, quiet=quiet)
@@ -656,7 +669,8 @@ def _expected(step: StepView) -> str | None:
 def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
     """Delete files that crashed and aborted saves left at and below ROOT; checkpoints are kept."""
     run = run_at(root)
-    ours = [step for step in run if step.state not in (*FOREIGN, "unreadable")]
+    begun = [one for one in run if one.items and one.state == "in flight"]
+    ours = [one for one in run if one.state not in (*FOREIGN, "unreadable") and one not in begun]
     planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
     count = sum(len(report.deleted) for _, report in planned)
     size = size_text(sum(report.num_bytes for _, report in planned))
@@ -675,6 +689,11 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
     freed = size_text(sum(report.num_bytes for _, report in planned))
     lines = [f"{'would free' if dry_run else 'freed'} {freed}"]
     lines += [f"{one.name}: left alone: {one.detail}" for one in run if one.state == "unreadable"]
+    lines += [
+        f"{one.name}: left alone: {one.detail}; the next that writes the run deletes it, or, if "
+        f"nobody does any more: ray-dcp rm {place_below(run.place, one.name).url}"
+        for one in begun
+    ]
     if open_saves and not abort_unfinished:
         lines.append(
             "if no job saves there any more: --abort-unfinished ends and deletes those, too"

@@ -17,6 +17,7 @@ from ray_dcp.errors import (
     ParticipantError,
     StorageError,
 )
+from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.format.names import STEP_NAME, StepNames
 from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.job.committed import CommittedStep
@@ -25,9 +26,8 @@ from ray_dcp.job.coordinator import (
     job_coordinator_of,
     this_driver,
 )
-from ray_dcp.job.record import PartRecord, folders_of
 from ray_dcp.job.step import JobStep, Line
-from ray_dcp.job.step_files import read_parts
+from ray_dcp.job.step_files import folders_of, read_parts
 from ray_dcp.job.value import verify_all
 from ray_dcp.manager.catalogue import Root, StepFound, look, look_at_step
 from ray_dcp.manager.reader_leases import ReaderLease

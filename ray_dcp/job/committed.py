@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.job.part import Part
-from ray_dcp.job.record import PartRecord, folders_of
+from ray_dcp.job.step_files import folders_of
 from ray_dcp.job.value import read_value, value_ref
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.reader_leases import ReaderLease

@@ -54,7 +54,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.job.record import PartRecord
+from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.job.step_files import create_record, link_part, part_source, reason_of, remove_parts
 from ray_dcp.job.value import ValueWriters
 from ray_dcp.manager.catalogue import Root, StepFound

@@ -19,11 +19,11 @@ from ray_dcp.errors import (
     InternalError,
     StorageError,
 )
+from ray_dcp.format.job_parts import KEY, PartRecord, decode_parts, encode_parts
 from ray_dcp.format.manifest import Manifest
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.io.records import read_slots
-from ray_dcp.job.record import KEY, PartRecord, decode_parts, encode_parts, folders_of
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.deletions import remove_folder
 from ray_dcp.manager.reader_leases import ReaderLease
@@ -36,6 +36,12 @@ from ray_dcp.transform.copying import copy_checkpoint, plan_copy
 from ray_dcp.view.checkpoint_view import read_view
 
 logger = logging.getLogger(__name__)
+
+
+def folders_of(found: StepFound) -> dict[str, str]:
+    """Returns the folder of each part of a step below the run; empty for a step without parts."""
+    items = {} if found.info is None else found.info.items
+    return {name: f"{found.name}/{folder}" for name, folder in items.items()}
 
 
 def _folder_of(place: StepTarget, part: str) -> str:

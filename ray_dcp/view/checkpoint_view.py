@@ -32,6 +32,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.format import damaged
+from ray_dcp.format.job_parts import KEY, PartRecord, decode_parts
 from ray_dcp.format.manifest import slot_of, sources_in
 from ray_dcp.format.safe_pickle import PickleMachine
 from ray_dcp.format.safetensors import MAX_HEADER_BYTES
@@ -57,8 +58,9 @@ from ray_dcp.view.drawing import GREY, RED, WIDTH, Bar, Picture
 from ray_dcp.view.progress import ShowProgress, reporting
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
 from ray_dcp.view.run_listing import num_ranks, rank_of_file, read_trace
+from ray_dcp.view.step_part import StepPart
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
-from ray_dcp.view.verify import VerifyReport, verify_opened
+from ray_dcp.view.verify import VerifyReport, named_items, verify_opened
 from ray_dcp.view.wording import count_text, nearest, size_text
 
 
@@ -74,10 +76,15 @@ class _PlainMachine(PickleMachine):
     _set_items: Any = _refuse
 
 
+def _plain_value(item: bytes) -> Any:
+    """Returns the number, text, list or tuple that `torch.save` wrote."""
+    records = {name.partition("/")[2]: data for name, data in stored_records(item)}
+    return _PlainMachine(bytes(records.get("data.pkl", b""))).load()
+
+
 def _plain_text(item: bytes) -> str | None:
     """Returns the `repr` of a number, text or flat list that `torch.save` wrote; else None."""
-    records = {name.partition("/")[2]: data for name, data in stored_records(item)}
-    value = _PlainMachine(bytes(records.get("data.pkl", b""))).load()
+    value = _plain_value(item)
     parts = value if isinstance(value, list | tuple) else [value]
     # Why flat: the text of lists that contain each other can be exponentially long.
     is_flat = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
@@ -286,6 +293,23 @@ class CheckpointView:
                     found[table.names[table.tensor[chunk]]] = told
 
         run_tasks(short, look, min(_VALUE_THREADS, len(short)))
+        return MappingProxyType(found)
+
+    @cached_property
+    def parts(self) -> Mapping[str, StepPart]:
+        """Parts of a step of a job, or items of a step of a manager; empty for a single state.
+
+        Raises:
+            DamagedCheckpointError: What the step says of them is damaged.
+            StorageError: It can't be read.
+        """
+        items = named_items(self.storage, self.checkpoint)
+        is_of_job = bool(items) and KEY in self.objects
+        told = decode_parts(_plain_value(self.read_object(KEY)[0])) if is_of_job else {}
+        found = dict[str, StepPart]()
+        for name, folder in items.items():
+            own = told.get(name) or PartRecord(attempt="")
+            found[name] = StepPart(folder=folder, version=own.version, kept_from=own.kept_from)
         return MappingProxyType(found)
 
     @cached_property

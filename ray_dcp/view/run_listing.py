@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, 
 from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
 from ray_dcp.format.verdicts import trusted_by, verdict_in
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
-from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
+from ray_dcp.io.records import Slots, highest_record, info_below, read_info, read_slots
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
@@ -338,6 +338,8 @@ class ListedCheckpoint:
     of the step."""
     trust: str = ""
     """Name by which its run trusts steps; empty if none is recorded."""
+    is_item: bool = False
+    """Whether it is an item of a step, or a part of a job's step, and no step itself."""
 
     @property
     def is_trusted(self) -> bool | None:
@@ -393,8 +395,16 @@ def list_checkpoints(
             directory, _, name = entry.key.rpartition("/")
             directories.setdefault(directory, {})[name] = entry.num_bytes
         shared = _read_shared(storage, directories)
-        todo = [item for item in directories.items() if _is_checkpoint(item[1])]
-        checkpoints = {directory for directory, _ in todo if directory}
+        checkpoints = {name for name, files in directories.items() if _is_checkpoint(files)}
+        # Why: of a step whose items alone are durable, nothing but its info is there.
+        above = {name.rpartition("/")[0] for name in checkpoints if name}
+        checkpoints |= {
+            name
+            for name in above.intersection(directories)
+            if any(info_slot(key) is not None for key in directories[name])
+        }
+        todo = [item for item in directories.items() if item[0] in checkpoints]
+        checkpoints.discard("")
 
         def look(item: tuple[str, dict[str, int]]) -> None:
             # Why: a folder in a checkpoint is an item of a step, even if its name ends in a number.
@@ -409,8 +419,102 @@ def list_checkpoints(
                 told(len(found), len(todo))
 
         look_into(storage, todo, look)
+        found = _with_items(found, storage, root, directories)
         found.sort(key=lambda item: (item.run, item.step is None, item.step or 0, item.name))
     return tuple(found)
+
+
+def _with_items(
+    found: Sequence[ListedCheckpoint],
+    storage: Storage,
+    root: AnyPlace,
+    directories: Mapping[str, Mapping[str, int]],
+) -> list[ListedCheckpoint]:
+    """Returns checkpoints with what steps of items and their items are by each other.
+
+    An item stands if its step does, and a step if all its items do.
+    """
+    by_name = {one.name: one for one in found}
+    below: dict[str, list[str]] = {}
+    for name in by_name:
+        if name != ".":
+            below.setdefault(name.rpartition("/")[0] or ".", []).append(name)
+    for step in found:
+        folder = "" if step.name == "." else f"{step.name}/"
+        inside = below.get(step.name, ())
+        is_committed = step.manifest is not None
+        items = step.items
+        if not is_committed and inside:
+            items = _items_begun(storage, step, directories.get(folder.rstrip("/"), {}))
+        if not items:
+            for name in inside:
+                if step.state == by_name[name].state == "deleted":
+                    by_name[name] = replace(by_name[name], is_item=True)
+            continue
+        its = {f"{folder}{one}": name for name, one in items.items()}
+        if step.state == "committed":
+            named = {item: by_name.get(name) for name, item in its.items()}
+            by_name[step.name] = _judged(step, named, root)
+        for name in inside:
+            one = by_name[name]
+            base, _, number = name.removeprefix(folder).partition(".")
+            # Why a number: any other folder belongs to the user, whatever it contains.
+            is_named = base in items and (not number or number.isdecimal())
+            if name in its and is_committed:
+                by_name[name] = replace(one, is_item=True)
+            elif is_named and one.state == "committed":
+                by_name[name] = replace(
+                    one, is_item=True, state="in flight", detail="its step is not committed"
+                )
+            elif is_named:
+                by_name[name] = replace(one, is_item=True)
+        if not is_committed and step.state == "aborted":
+            left = [by_name[name].name.rpartition("/")[2] for name in inside]
+            told = f"parts are there, and no record of the step: {', '.join(left)}"
+            by_name[step.name] = replace(step, state="in flight", detail=told, items=items)
+    return [*by_name.values()]
+
+
+def _items_begun(
+    storage: Storage, step: ListedCheckpoint, files: Mapping[str, int]
+) -> Mapping[str, str]:
+    """Returns the items of the last save that was begun of a step which is not committed."""
+    last = max((slot for key in files if (slot := info_slot(key)) is not None), default=None)
+    if last is None:
+        return {}
+    # Suppressed: what they are is not known, and they are told as checkpoints of their own.
+    with suppress(DamagedCheckpointError):
+        info = read_info(storage, "" if step.name == "." else step.name, last)
+        return {} if info is None else info.items
+    return {}
+
+
+def _judged(
+    step: ListedCheckpoint, items: Mapping[str, ListedCheckpoint | None], root: AnyPlace
+) -> ListedCheckpoint:
+    """Returns a committed step, as damaged if one of its items is."""
+    place = place_below(root, step.name) if step.name != "." else root
+    wrong = []
+    for name, one in items.items():
+        state: State = "deleted" if one is None else one.state
+        detail = "" if one is None else one.detail
+        if one is None or not one.is_readable:
+            # Why again: the listing may have begun before the step was committed.
+            _, now, _ = _found_now(open_storage(place_below(place, step.items[name])))
+            state, detail = now.state, now.detail
+        if state != "committed":
+            missing = state in ("deleted", "aborted")
+            wrong.append(f"{name}: {'missing' if missing else detail or state}")
+    if not wrong:
+        return step
+    # Why again: the items of a step go after it.
+    _, now, _ = _found_now(open_storage(place))
+    if now.manifest is None or step.manifest is None:
+        return replace(step, state=now.state, detail=now.detail, manifest=now.manifest)
+    if now.manifest.attempt != step.manifest.attempt:
+        return step
+    told = "; ".join([step.detail] * bool(step.detail) + wrong)
+    return replace(step, state="damaged", detail=told)
 
 
 def look_into(storage: Storage, todo: Sequence[T], look: Callable[[T], object]) -> None:
@@ -545,6 +649,7 @@ def _list_one(
         manifest=manifest,
         run=run,
         trust=shared.trust,
+        is_item=False,  # `_with_items` finds that out.
         **own,
     )
 

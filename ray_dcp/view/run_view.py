@@ -46,6 +46,7 @@ from ray_dcp.view.step_choice import (
     passed_over_text,
     steps_text,
 )
+from ray_dcp.view.step_part import StepPart
 from ray_dcp.view.wording import (
     age_text,
     count_text,
@@ -87,6 +88,23 @@ class StepView(ListedCheckpoint):
             CheckpointError: As for `ray_dcp.open`.
         """
         return read_view(self.path)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Number of bytes of all its files, and of those of its items."""
+        return self.num_bytes + sum(one.num_bytes for one in self._run.items_of(self))
+
+    @cached_property
+    def parts(self) -> Mapping[str, StepPart]:
+        """Its parts or items, by name; empty for a step with a single state.
+
+        Of a step that can't be read, their folders alone are known.
+        """
+        if self.items and self.is_readable:
+            # Suppressed: it is loaded without what the step says of its parts.
+            with suppress(CheckpointError):
+                return self.view.parts
+        return {name: StepPart(folder=folder) for name, folder in self.items.items()}
 
     @cached_property
     def layout(self) -> str | None:
@@ -199,6 +217,19 @@ class RunView:
             )
             for folder in folders
         )
+
+    def items_of(self, step: StepView) -> tuple[StepView, ...]:
+        """Returns the items of a step as they were listed, each a checkpoint of its own."""
+        return self._items.get(step.name, ())
+
+    # Why all at once: a table of 10,000 steps asks for each.
+    @cached_property
+    def _items(self) -> Mapping[str, tuple[StepView, ...]]:
+        found: dict[str, list[StepView]] = {}
+        for one in self.steps:
+            if one.is_item:
+                found.setdefault(one.name.rpartition("/")[0] or ".", []).append(one)
+        return {name: tuple(some) for name, some in found.items()}
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -659,7 +690,7 @@ _STATES = {
 _CELL = "padding:2px 10px 2px 0;white-space:nowrap;background:none;border:none"
 
 
-LEFT = ("name", "step", "state", "mark", "layout", "tags", "note")
+LEFT = ("name", "step", "state", "parts", "mark", "layout", "tags", "note")
 """Left-aligned columns of a table of steps."""
 
 
@@ -685,11 +716,12 @@ def step_cells(
             "name": step.name,
             "step": "" if step.step is None else str(step.step),
             "state": step.state,
+            "parts": _parts_text(step, details=details),
             "mark": " ".join(marks.get(step.name, ())),
             "age": "" if step.created_s is None else age_text(now_s - step.created_s),
             **{n: number_text(step.metrics[n]) if n in step.metrics else "" for n in metrics},
             "trust": {True: "yes", False: "no", None: ""}[step.is_trusted],
-            "size": size_text(step.num_bytes),
+            "size": size_text(step.whole_bytes),
             "ranks": "" if step.num_ranks is None else str(step.num_ranks),
             **(_detail_cells(step) if details else {}),
             "tags": " ".join(step.tags),
@@ -699,11 +731,20 @@ def step_cells(
     ]
 
 
+def _parts_text(step: StepView, *, details: bool) -> str:
+    if not details:
+        return ", ".join(step.items)
+    return ", ".join(one.in_words(name) for name, one in step.parts.items())
+
+
 def _detail_cells(step: StepView) -> dict[str, str]:
-    new = step.new_bytes if step.is_readable else None
+    whole = (step, *step._run.items_of(step))
+    known = [one.new_bytes if one.is_readable else None for one in whole]
+    new = None if None in known else sum(one for one in known if one is not None)
+    reused = sum(sum(one.reused_bytes.values()) for one in whole)
     return {
         "new": "" if new is None else size_text(new),
-        "reused": size_text(reused) if (reused := sum(step.reused_bytes.values())) else "",
+        "reused": size_text(reused) if reused else "",
         "layout": (step.layout if step.is_readable else None) or "",
         "stall": "" if step.stall_s is None else seconds_text(step.stall_s),
         "durable": "" if step.durable_s is None else seconds_text(step.durable_s),
@@ -753,12 +794,13 @@ def folder_of(part: RunView, run: RunView) -> str:
 
 def _steps_table(run: RunView, *, details: bool) -> list[str]:
     """Returns the newest steps of a single run as a table; the number of others before it."""
-    steps = run.present[-MOST_STEPS:]
+    whole = whole_steps(run.present)
+    steps = whole[-MOST_STEPS:]
     rows = step_cells(run, steps, details=details, now_s=time.time())
     if not rows:
         return []
     columns = [name for name in rows[0] if name != "name" and any(row[name] for row in rows)]
-    top = max(step.num_bytes for step in steps) or 1
+    top = max(step.whole_bytes for step in steps) or 1
     lines = [_row("th", columns, {name: name for name in columns})]
     for step, row in zip(steps, rows, strict=True):
         cells = {name: draw.safe(draw.clip(told, 400)) for name, told in row.items()}
@@ -768,18 +810,23 @@ def _steps_table(run: RunView, *, details: bool) -> list[str]:
         dot = f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>"
         cells["state"] = f"{dot}{step.state}"
         new = step.new_bytes if details and step.is_readable else None
-        cells["size"] = f"{_size_bar(step.num_bytes, new, top)} {cells['size']}"
+        cells["size"] = f"{_size_bar(step.whole_bytes, new, top)} {cells['size']}"
         lines.append(_row("td", columns, cells))
-    hidden = len(run.present) - len(rows)
+    hidden = len(whole) - len(rows)
     told = draw.aside(f"… and {hidden} earlier steps" if hidden else "")
     table = f"<table style='border-collapse:collapse;font-size:13px'>{''.join(lines)}</table>"
     return [told, table]
 
 
+def whole_steps(steps: Sequence[StepView]) -> list[StepView]:
+    """Returns the steps of a listing without items, each of which is in the line of its step."""
+    return [one for one in steps if not one.is_item]
+
+
 def run_text(run: RunView) -> str:
     """Returns the number of checkpoints of a run, and of those that were deleted, as text."""
-    num_gone = len(run) - len(run.present)
-    told = count_text(len(run.present), "checkpoint")
+    num_gone = len(whole_steps(run.steps)) - len(whole_steps(run.present))
+    told = count_text(len(whole_steps(run.present)), "checkpoint")
     return f"{told}, {num_gone} deleted" if num_gone else told
 
 

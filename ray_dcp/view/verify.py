@@ -15,7 +15,7 @@ programs read them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -322,24 +322,29 @@ def _in_folder(folder: str, report: VerifyReport) -> VerifyReport:
 
 
 def items_of(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Returns the folders of the items of a step of a `CheckpointManager`.
+    """Returns the folders of the items of a step; see `named_items`."""
+    return tuple(named_items(storage, checkpoint).values())
+
+
+def named_items(storage: Storage, checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Returns the folder of each item of a step of a `CheckpointManager`, or part of a job's step.
 
     Args:
         storage: Storage of the step.
         checkpoint: The checkpoint of the step itself.
 
     Returns:
-        An empty tuple for a step with a single state, and for a checkpoint that is not a step.
+        An empty mapping for a step with a single state, and for a checkpoint that is not a step.
 
     Raises:
         DamagedCheckpointError: The info of the step is damaged.
         StorageError: The storage can't be read.
     """
     if checkpoint.manifest is None:
-        return ()
+        return {}
     slots = [info_slot(entry.key) for entry in storage.list("step-info-")]
     info = info_below(storage, "", slots, checkpoint.slot)
-    return () if info is None else tuple(info.items.values())
+    return {} if info is None else info.items
 
 
 def _open_problem(storage: Storage, error: DamagedCheckpointError) -> Problem:

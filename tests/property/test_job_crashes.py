@@ -23,8 +23,8 @@ import torch
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointExistsError
+from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.io.lease_holders import this_process
-from ray_dcp.job.record import PartRecord
 from ray_dcp.job.step_files import (
     create_record,
     link_part,

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 
 from ray_dcp.core.json_text import to_json
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.manager.catalogue import StepFound
 
 KEY = "job"
 """Name of the value in the small checkpoint of a step."""
@@ -66,9 +65,3 @@ def decode_parts(text: object) -> dict[str, PartRecord]:
         f"ray_dcp",
         key=KEY,
     )
-
-
-def folders_of(found: StepFound) -> dict[str, str]:
-    """Returns the folder of each part of a step below the run; empty for a step without parts."""
-    items = {} if found.info is None else found.info.items
-    return {name: f"{found.name}/{folder}" for name, folder in items.items()}

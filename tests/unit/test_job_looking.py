@@ -1,0 +1,137 @@
+"""The commands and views on a run of `JobCheckpoints`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ray_dcp
+from ray_dcp.cli.main import main
+from tests.support import job_runs
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(one) for one in arguments])
+
+
+def lines(*arguments: object, exit_code: int = 0) -> list[str]:
+    result = invoke(*arguments)
+    assert result.exit_code == exit_code, result.output
+    return result.output.splitlines()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("job") / "run"
+    job_runs.make(root)
+    return root
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def step(run: Path, number: int) -> Path:
+    return run / f"step-{number:08}"
+
+
+def states(run: Path) -> dict[str, str]:
+    return {one["name"]: one["state"] for one in json.loads(invoke("ls", run, "--json").stdout)}
+
+
+def test_each_step_has_a_line_with_its_parts_and_from_where_they_are_kept(made: Path):
+    head, one, two, three, four, why = lines("ls", made)
+    assert "PARTS" in head
+    assert "  buffer, policy  " in one
+    assert "  buffer, policy (kept from step 1)  latest best" in two
+    assert three.split()[:2] == ["step-00000003", "aborted"]
+    assert four.split()[:3] == ["step-00000004", "in", "flight"]
+    assert why == "step-00000004: parts are there, and no record of the step: policy"
+    told = {row["name"]: row for row in json.loads(invoke("ls", made, "--json").stdout)}
+    parts = told["step-00000002"]["parts"]
+    assert parts["policy"] == {"folder": "policy", "version": 7, "kept_from": 1}
+    assert parts["buffer"] == {"folder": "buffer", "version": None, "kept_from": None}
+    assert told["step-00000001"]["parts"]["buffer"]["version"] == 7
+    view: Any = ray_dcp.open(made)
+    assert view.step(2).parts["policy"].kept_from == 1
+    assert view[2].parts == view.step(2).parts
+    assert view.step("latest").step == 2
+
+
+def test_a_part_of_a_step_that_is_not_committed_is_no_checkpoint_that_stands(run: Path):
+    assert states(run)["step-00000004/policy"] == "in flight"
+    shown = lines("show", run)
+    assert shown[0].startswith(f"{run}: a run of 4 checkpoints")
+    assert "states, by names and lengths of files: 2 committed, 1 aborted, 1 in flight" in shown
+    assert any("policy (kept from step 1)" in line for line in shown)
+    assert lines("watch", run, "--looks", 1)[-1].startswith("step-00000004: in flight")
+    assert not any("step-00000004" in line for line in lines("verify", run))
+    assert lines("verify", run)[-1] == "newest good: step 2"
+    assert [one.step for one in ray_dcp.follow(run, timeout_s=0.01)] == [1, 2]
+    (_, left) = lines("gc", run, "--yes")
+    assert "left alone" in left
+    assert f"ray-dcp rm {step(run, 4)}" in left
+    lines("rm", step(run, 4), "--yes")
+    assert not list(step(run, 4).rglob("*.distcp"))
+    assert lines("ls", run)[-1] == "1 deleted step: --all"
+
+
+def test_what_the_user_keeps_in_a_step_s_folder_is_no_part(run: Path):
+    for name in ("ema", "policy.x"):
+        ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=step(run, 4) / name)
+    found = states(run)
+    assert found["step-00000004/ema"] == found["step-00000004/policy.x"] == "committed"
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "replaced"])
+def test_a_part_that_is_damaged_makes_its_step_damaged(run: Path, how: str):
+    part = step(run, 2) / "buffer"
+    if how == "gone":
+        shutil.rmtree(part)
+    elif how == "short":
+        next(part.glob("*.distcp")).write_bytes(b"")
+    else:
+        ray_dcp.delete(part)
+    assert states(run)["step-00000002"] == "damaged"
+    told = lines("ls", run, "--check", exit_code=1)
+    assert any(line.startswith("step-00000002: buffer: ") for line in told)
+    assert lines("verify", run, exit_code=1)[-1] == "newest good: step 1"
+    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+        assert ray_dcp.open_run(run)["latest"].url.endswith("step-00000001")
+    copied = lines("cp", run, run.parent / "copy", exit_code=1)
+    assert any("step-00000002: not copied" in line for line in copied)
+    assert not step(run.parent / "copy", 2).exists()
+
+
+def test_the_copy_of_a_run_has_whole_parts_and_opens_as_a_run_of_the_job(run: Path):
+    copy, one = run.parent / "copy", run.parent / "one"
+    lines("cp", run, copy, "--verify")
+    lines("cp", f"{run}@2", one, "--verify")
+    shutil.rmtree(run)
+    assert states(copy).keys() == {
+        f"step-0000000{n}{part}" for n in (1, 2) for part in ("", "/buffer", "/policy")
+    }
+    with ray_dcp.JobCheckpoints(copy, ("policy", "buffer"), read_only=True) as job:
+        assert job.all_steps() == [1, 2]
+        last = job.latest()
+        assert last is not None
+        with last:
+            assert (last.step, last.kept_from, last.versions) == (2, {"policy": 1}, {"policy": 7})
+            assert last.value("policy")["model"]["w"].tolist() == [1.0] * 3000
+            assert last.value("buffer")["at"] == 2
+    assert ray_dcp.read_state_dict(one / "policy")["model"]["w"][0] == 1
+
+
+def test_a_step_is_removed_with_its_parts_and_what_was_kept_of_it_stays(run: Path):
+    planned = lines("rm", f"{run}@1", "--dry-run")
+    assert sum("would delete" in line for line in planned) == 3
+    lines("rm", f"{run}@1", "--yes")
+    assert not list(step(run, 1).rglob("*.distcp"))
+    assert ray_dcp.verify(step(run, 2)).ok
