@@ -28,6 +28,7 @@ _BREAKS = re.compile(r"[./_=\- ]")
 
 dry_run = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 pattern = click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
+part = click.option("--part", metavar="NAME", help="This part, or item, of a step.")
 patterns = click.option(
     "--tensor",
     "include",

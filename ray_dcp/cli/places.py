@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -29,7 +30,7 @@ from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.run_listing import step_of
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, read_run, split_address
-from ray_dcp.view.step_choice import choose, passed_over, passed_over_text
+from ray_dcp.view.step_choice import choose, passed_over, passed_over_text, steps_text
 from ray_dcp.view.wording import few
 
 ANSWER_S = 10.0
@@ -64,15 +65,6 @@ class Address(NamedTuple):
             raise
 
 
-def checkpoint_at(text: str) -> CheckpointView:
-    """Opens the checkpoint at `PATH` or `RUN@STEP`.
-
-    Raises:
-        CheckpointError: As for `ray_dcp.open`.
-    """
-    return address_of(text).open(text)
-
-
 def address_of(text: str, *, damaged: bool = False) -> Address:
     """Resolves `PATH` or `RUN@STEP` to a checkpoint, without opening it.
 
@@ -101,6 +93,50 @@ def _choose_step(run: RunView, key: str, *, damaged: bool = False) -> StepView:
     if over is not None:
         click.echo(f"warning: {passed_over_text(over, found, key)}", err=True)
     return found
+
+
+def part_of(address: Address, part: str | None) -> Address:
+    """Returns the address of a part of a step; the given one if there is no name.
+
+    Raises:
+        InvalidRequestError: The step has no such part.
+        CheckpointError: As for `ray_dcp.open`.
+    """
+    if part is None:
+        return address
+    parts = address.open(address.name).parts
+    if part not in parts:
+        found = few(list(parts)) if parts else "it is a checkpoint of one state"
+        raise InvalidRequestError(
+            f"expected the part {part!r} in {address.name}, found {found}", key="part"
+        )
+    folder = parts[part].folder
+    return Address(f"{address.name}/{folder}", place_below(address.place, folder), address.step)
+
+
+def steps_between(text: str) -> list[Address] | None:
+    """Returns the readable steps of `RUN@FIRST..LAST`, oldest first; None for another text.
+
+    Raises:
+        CheckpointNotFoundError: There are none.
+    """
+    run, key = _split(text)
+    bounds = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", key or "")
+    if bounds is None:
+        return None
+    found = run_at(run)
+    inside = [
+        Address(f"{run.rstrip('/')}/{one.name}", one.path, one)
+        for one in found
+        if one.is_readable and not one.is_item and "/" not in one.name and one.step is not None
+        if int(bounds[1]) <= one.step <= int(bounds[2])
+    ]
+    if not inside:
+        raise CheckpointNotFoundError(
+            f"expected steps from {bounds[1]} to {bounds[2]} in {run} that can be read, found "
+            f"{steps_text(found.steps)}"
+        )
+    return inside
 
 
 def addresses_of(text: str, *, damaged: bool = False) -> tuple[bool, list[Address]]:
@@ -144,18 +180,15 @@ def kept(place: AnyPlace) -> Iterator[None]:
     Args:
         place: Location of the step. Without a `CheckpointManager` in its run, there is no lease.
     """
-    target = absolute_target(place)
-    url, _, name = target.url.rstrip("/").rpartition("/")
-    # Why the check: a bucket, or a folder at the root of a disk, is not in a run.
-    step = step_of(name) if url and not url.endswith("/") else None
     with ExitStack() as stack:
         # Suppressed: without a lease the step can be read, too.
         with suppress(StorageError):
-            run = replace(target, url=url)
-            if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
+            found = _managed(absolute_target(place))
+            if found is not None:
                 from ray_dcp.manager.catalogue import Root
                 from ray_dcp.manager.reader_leases import ReaderLease
 
+                run, step = found
                 lease = stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
                 context = click.get_current_context(silent=True)
                 told = context.meta.setdefault("ray_dcp.unsure", set()) if context else set()
@@ -163,6 +196,21 @@ def kept(place: AnyPlace) -> Iterator[None]:
                     told.add(lease.unsure)
                     click.echo(f"warning: {lease.unsure}", err=True)
         yield
+
+
+def _managed(target: Target) -> tuple[Target, int] | None:
+    """Returns run and number of a step, or of the step of an item, whose run has had a writer."""
+    url = target.url
+    # Why twice: an item is a folder in its step.
+    for _ in range(2):
+        url, _, name = url.rstrip("/").rpartition("/")
+        # Why the check: a bucket, or a folder at the root of a disk, is not in a run.
+        if not url or url.endswith("/"):
+            return None
+        step, run = step_of(name), replace(target, url=url)
+        if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
+            return run, step
+    return None
 
 
 def steps_of_run(text: str) -> list[StepView]:

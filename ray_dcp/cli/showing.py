@@ -26,6 +26,7 @@ import click
 from ray_dcp.cli.main import JSON, VERBOSE
 from ray_dcp.cli.output import (
     interrupted,
+    part,
     pattern,
     printed,
     progress,
@@ -40,8 +41,8 @@ from ray_dcp.cli.places import (
     Address,
     address_of,
     addresses_of,
-    checkpoint_at,
     hint_at,
+    part_of,
     written,
 )
 from ray_dcp.core.json_text import to_json
@@ -78,11 +79,13 @@ _MOST_PROBLEMS = 50
 
 @click.command()
 @click.argument("path", type=PLACE)
+@part
 @pattern
 @click.option("--all", "show_all", is_flag=True, help=f"Each of more than {_MOST_NAMES} names.")
 @click.option("--tree", "as_tree", is_flag=True, help="As a tree of names, with sizes.")
 @click.option("--depth", type=click.IntRange(1), help="Levels of the tree.")
 def show(
+    part: str | None,
     path: str,
     pattern: str | None,
     show_all: bool,
@@ -96,7 +99,7 @@ def show(
     divided into chunks: whole, rows/8, columns/2, 4x2. Exit status: 1 if a file is missing or too
     short.
     """
-    name, view = _open_path(path)
+    name, view = _open_path(path, part)
     if isinstance(view, RunView):
         told(_shown_run(view), *run_lines(view, name))
         return
@@ -135,9 +138,9 @@ def show(
         sys.exit(1)
 
 
-def _open_path(path: str) -> tuple[str, CheckpointView | RunView]:
+def _open_path(path: str, part: str | None) -> tuple[str, CheckpointView | RunView]:
     """Returns what is at a path, or named by `RUN@STEP`, and its path."""
-    address = address_of(path)
+    address = part_of(address_of(path), part)
     try:
         return address.name, address.open()
     except CheckpointNotFoundError as error:
@@ -380,12 +383,14 @@ _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided":
 @click.command()
 @click.argument("first", type=PLACE)
 @click.argument("second", type=PLACE)
+@part
 @pattern
 @click.option("--values", is_flag=True, help="Read what changed, and show by how much.")
 @click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't decide.")
 @click.option("--all", "show_all", is_flag=True, help="List what is unchanged, too.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 when something differs.")
 def diff(
+    part: str | None,
     first: str,
     second: str,
     pattern: str | None,
@@ -397,53 +402,78 @@ def diff(
     """List the tensors of checkpoint SECOND that differ from those of FIRST; PATH or RUN@STEP.
 
     Tensors with the same chunks in both checkpoints are compared by their stored hashes, without
-    reading them. Other tensors are read and compared; the first lines report how much was read. If
+    reading them. Of steps of several parts, each part is compared with that of its name. Other
+    tensors are read and compared; the first lines report how much was read. If
     more than 40 names differ, their modules are shown instead; --tensor '*' lists each.
     """
-    address_one, address_other = address_of(first), address_of(second)
-    one, other = address_one.open(first), address_other.open(second)
-    with progress("comparing", address_other.name) as meter:
-        found = one.diff(other, read=not hashes_only, progress=meter)
-    if pattern is not None:
-        chosen = tuple(row for row in found.tensors if fnmatchcase(row.name, pattern))
-        found = replace(found, tensors=chosen)
-    shown = [row for row in found.tensors if show_all or row.change != "unchanged"]
-    by_name: dict[str, ValueDiff] = {}
-    if values:
-        rows = {row.name for row in shown}
-        names = [name for name in found.comparable if name in rows]
-        with progress("reading", address_other.name) as meter:
-            by_name = {row.name: row for row in found.values(names, progress=meter)}
-    is_long = len(shown) > num_names_shown() and not (show_all or values or pattern is not None)
-    if is_long:
-        groups = _diff_groups(shown, num_names_shown())
-        lines = [*table(groups, left=("name", "holds")), "each name: --tensor '*'"]
+
+    def compare(
+        address_one: Address, address_other: Address
+    ) -> tuple[bool, dict[str, Any], list[str]]:
+        one, other = address_one.open(address_one.name), address_other.open(address_other.name)
+        with progress("comparing", address_other.name) as meter:
+            found = one.diff(other, read=not hashes_only, progress=meter)
+        if pattern is not None:
+            chosen = tuple(row for row in found.tensors if fnmatchcase(row.name, pattern))
+            found = replace(found, tensors=chosen)
+        shown = [row for row in found.tensors if show_all or row.change != "unchanged"]
+        by_name: dict[str, ValueDiff] = {}
+        if values:
+            rows = {row.name for row in shown}
+            names = [name for name in found.comparable if name in rows]
+            with progress("reading", address_other.name) as meter:
+                by_name = {row.name: row for row in found.values(names, progress=meter)}
+        is_long = len(shown) > num_names_shown() and not (show_all or values or pattern is not None)
+        if is_long:
+            groups = _diff_groups(shown, num_names_shown())
+            lines = [*table(groups, left=("name", "holds")), "each name: --tensor '*'"]
+        else:
+            lines = table(
+                [_diff_row(row, by_name.get(row.name)) for row in shown],
+                left=("change", "name", "type"),
+                least=("elements", "max", "norm"),
+                last=("type", "size", "differs"),
+                style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
+            )
+        counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
+        none = "both are empty" if pattern is None else f"no name matches {pattern!r}"
+        total = f"{counts or none}; {size_text(found.changed_bytes)} differ"
+        title = f"{address_one.name} -> {address_other.name}"
+        notes = [f"note: {note}" for note in found.notes]
+        read = f"{size_text(found.bytes_read)} were read to decide that"
+        facts = ("counts", "changed_bytes", "bytes_read", "notes")
+        value = {
+            "first": one.url,
+            "second": other.url,
+            **{name: getattr(found, name) for name in facts},
+            "tensors": [
+                {
+                    **asdict(row),
+                    "values": asdict(by_name[row.name]) if row.name in by_name else None,
+                }
+                for row in shown
+            ],
+        }
+        return found.is_empty, value, [title, f"{total} ({read})", *notes, *lines]
+
+    addresses = [part_of(address_of(one), part) for one in (first, second)]
+    one, other = addresses[0].open(first), addresses[1].open(second)
+    if not (one.parts and other.parts):
+        is_empty, value, lines = compare(*addresses)
+        told(value, *lines)
     else:
-        lines = table(
-            [_diff_row(row, by_name.get(row.name)) for row in shown],
-            left=("change", "name", "type"),
-            least=("elements", "max", "norm"),
-            last=("type", "size", "differs"),
-            style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
-        )
-    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
-    none = "both are empty" if pattern is None else f"no name matches {pattern!r}"
-    total = f"{counts or none}; {size_text(found.changed_bytes)} differ"
-    title = f"{address_one.name} -> {address_other.name}"
-    notes = [f"note: {note}" for note in found.notes]
-    read = f"{size_text(found.bytes_read)} were read to decide that"
-    facts = ("counts", "changed_bytes", "bytes_read", "notes")
-    value = {
-        "first": one.url,
-        "second": other.url,
-        **{name: getattr(found, name) for name in facts},
-        "tensors": [
-            {**asdict(row), "values": asdict(by_name[row.name]) if row.name in by_name else None}
-            for row in shown
-        ],
-    }
-    told(value, title, f"{total} ({read})", *notes, *lines)
-    if exit_code and not found.is_empty:
+        # Why by parts: the small checkpoint of a step has nothing but their names.
+        is_empty, value, lines = True, {}, []
+        for name in dict.fromkeys([*one.parts, *other.parts]):
+            if name in one.parts and name in other.parts:
+                is_same, value[name], own = compare(*(part_of(one, name) for one in addresses))
+                is_empty = is_empty and is_same
+            else:
+                is_empty, value[name] = False, "removed" if name in one.parts else "added"
+                own = [f"{name}: {value[name]}"]
+            lines += [*([""] if lines else []), *own]
+        told({"first": one.url, "second": other.url, "parts": value}, *lines)
+    if exit_code and not is_empty:
         sys.exit(1)
 
 
@@ -487,6 +517,7 @@ def _diff_row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
 
 @click.command()
 @click.argument("path", type=PLACE)
+@part
 @click.option(
     "--to",
     "layout",
@@ -495,13 +526,13 @@ def _diff_row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
     help="8 or 8:row, 8:column, 4x2 (rows over 4, columns over 2).",
 )
 @pattern
-def reshard(path: str, layout: str, pattern: str | None) -> None:
+def reshard(part: str | None, path: str, layout: str, pattern: str | None) -> None:
     """Show what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
 
     The plan is that of a load, but no tensor is read. PEAK is the memory that a rank needs: its
     tensors, and bytes that are read but not yet copied into them.
     """
-    address = address_of(path)
+    address = part_of(address_of(path), part)
     found = address.open(path).reshard(layout, include=pattern)
     rows = [
         {
@@ -547,6 +578,7 @@ _MOST_LANES = 64
 
 @click.command()
 @click.argument("path", type=PLACE)
+@part
 @click.option(
     "--chrome",
     "chrome_file",
@@ -554,13 +586,17 @@ _MOST_LANES = 64
     type=click.Path(dir_okay=False),
     help="Write the trace to FILE for chrome://tracing and ui.perfetto.dev.",
 )
-def timeline(path: str, chrome_file: str | None) -> None:
+def timeline(part: str | None, path: str, chrome_file: str | None) -> None:
     """Show the duration of each phase on each rank when the checkpoint at PATH was saved.
 
-    PATH may be RUN@STEP, such as run@latest. Stragglers in a phase are marked with `!`. All times
-    are by the clock of the coordinator.
+    PATH may be RUN@STEP, such as run@latest. A step of a job has a lane for each part, from its
+    first phase to its commit; --part shows the ranks of one. Stragglers in a phase are marked with
+    `!`. All times are by the clock of the coordinator.
     """
-    view = checkpoint_at(path)
+    view = part_of(address_of(path), part).open(path)
+    if view.parts:
+        _tell_parts(view, chrome_file)
+        return
     trace = view.trace
     if trace is None:
         why = (
@@ -579,6 +615,86 @@ def timeline(path: str, chrome_file: str | None) -> None:
             return
     width = min(max(screen_width() or _WIDTH, _LEAST_WIDTH), _MOST_WIDTH)
     told({"path": view.url, **asdict(trace)}, *gantt(trace, view.url, width))
+
+
+def _tell_parts(view: CheckpointView, chrome_file: str | None) -> None:
+    """Prints when each part of a step was saved, and the record that commits all of them.
+
+    Raises:
+        CheckpointNotFoundError: No trace is there.
+    """
+    traces: dict[str, SaveTrace | None] = {}
+    for name, one in view.parts.items():
+        # Why none: the trace of a kept part is that of the step from which it is.
+        is_own = one.kept_from is None and view.place is not None
+        place = place_below(view.place or view.url, one.folder)
+        traces[name] = read_view(place).trace if is_own else None
+    traces["record"] = view.trace
+    known = {name: one for name, one in traces.items() if one is not None}
+    if not known:
+        raise CheckpointNotFoundError(
+            "expected the traces of saves beside the parts of the step, but there are none: they "
+            "could not be written, or were deleted",
+            checkpoint_id=view.url,
+        )
+    if chrome_file is not None:
+        written(chrome_file, chrome_traces(known))
+        if not says(JSON):
+            click.echo(f"wrote {chrome_file}: open it in chrome://tracing or ui.perfetto.dev")
+            return
+    width = min(max(screen_width() or _WIDTH, _LEAST_WIDTH), _MOST_WIDTH)
+    value = {name: None if one is None else asdict(one) for name, one in traces.items()}
+    told({"path": view.url, "parts": value}, *parts_gantt(view, traces, width))
+
+
+def parts_gantt(
+    view: CheckpointView, traces: Mapping[str, SaveTrace | None], width: int = _WIDTH
+) -> list[str]:
+    """Returns the saves of the parts of a step as lines of styled text, a lane each.
+
+    Args:
+        view: The step.
+        traces: Trace of each part, None where it has none of its own, and of the record.
+        width: Width in columns, at least 60.
+    """
+    known = [one for one in traces.values() if one is not None]
+    began_s = min(one.began_s for one in known)
+    end_s = max(one.began_s - began_s + one.committed_s for one in known) or 1e-9
+    left = max(map(len, traces))
+    bar = max(width - left - 22, 8)
+    count = count_text(len(view.parts), "part")
+    lines = [f"{view.url}: {count}, committed after {seconds_text(end_s)}", ""]
+    for name, trace in traces.items():
+        if trace is None:
+            kept_from = view.parts[name].kept_from if name in view.parts else None
+            source = "no trace" if kept_from is None else f"kept from step {kept_from}"
+            lines.append(f"{name:<{left}}   {source}")
+            continue
+        start_s = trace.began_s - began_s
+        num_bytes = sum(one.num_bytes for one in trace.phases if one.phase == "write")
+        span = Span("write", None, start_s, start_s + trace.committed_s)
+        mark = styled("!", "red") if trace.stragglers else " "
+        drawn = _draw_bar((span,), end_s, bar, RANK)
+        lines.append(f"{name:<{left}} {mark} {drawn} {size_text(num_bytes):>10}")
+    end = seconds_text(end_s)
+    middle = f"{'0':<{bar // 2}}{seconds_text(end_s / 2)}"
+    lines.append(styled(" " * (left + 3) + f"{middle:<{max(bar - len(end), 0)}}{end}", "dim"))
+    return [*lines, "", "the ranks of one: --part NAME"]
+
+
+def chrome_traces(traces: Mapping[str, SaveTrace]) -> str:
+    """Returns the traces of the parts of a step as `chrome_trace` does, one after the other."""
+    events: list[dict[str, Any]] = []
+    for name, trace in traces.items():
+        first = 1 + max((event["pid"] for event in events), default=-1)
+        for event in json.loads(chrome_trace(trace))["traceEvents"]:
+            event["pid"] += first
+            if event["name"] == "process_name":
+                event["args"]["name"] = f"{name}: {event['args']['name']}"
+            if event["name"] == "process_sort_index":
+                event["args"]["sort_index"] = event["pid"]
+            events.append(event)
+    return to_json({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def chrome_trace(trace: SaveTrace) -> str:

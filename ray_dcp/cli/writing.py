@@ -22,6 +22,7 @@ from ray_dcp.cli.output import (
     dry_run,
     dtype,
     interrupted,
+    part,
     patterns,
     printed,
     progress,
@@ -36,9 +37,11 @@ from ray_dcp.cli.places import (
     addresses_of,
     check_answers,
     kept,
+    part_of,
     run_at,
     step_at,
     step_in_run,
+    steps_between,
 )
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
@@ -96,6 +99,7 @@ _MOST_TRIES = 20
     show_default=True,
     help="safetensors, torch: one file; hf: a folder with an index; dcp: for stock DCP.",
 )
+@part
 @patterns
 @dtype
 @click.option("--strip-prefix", default="", metavar="TEXT", help="Leave it out before names.")
@@ -107,6 +111,7 @@ def export(
     source: str,
     target: str,
     kind: str,
+    part: str | None,
     include: tuple[str, ...],
     dtype: str | None,
     strip_prefix: str,
@@ -118,7 +123,7 @@ def export(
     The export is streamed: memory holds at most one tensor. Free disk space is checked first.
     safetensors and hf contain tensors only; objects that they leave out are listed.
     """
-    address = address_of(source)
+    address = part_of(address_of(source), part)
     view = address.open(source)
     if model_only:
         if include or strip_prefix:
@@ -497,6 +502,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
     metavar="N",
     help="SOURCE is a run: average its N newest steps.",
 )
+@part
 @dtype
 @patterns
 @dry_run
@@ -506,11 +512,15 @@ def average(
     weights: list[float],
     ema: float | None,
     last: int | None,
+    part: str | None,
     dtype: str | None,
     include: tuple[str, ...],
     dry_run: bool,
 ) -> None:
     """Write the weighted mean of the checkpoints SOURCE, paths or RUN@STEP, to PATH.
+
+    RUN@100..200 are the steps from 100 to 200. With --part, that part of each step is averaged; a
+    part that is kept from another of these steps counts once.
 
     Floating-point tensors are averaged in float64, without the sources of weight 0. Integers and
     objects are those of the last source. The state of optimizers is left out unless --tensor
@@ -522,14 +532,20 @@ def average(
 
     if weights and ema is not None:
         raise InvalidRequestError("give --weights or --ema, not both")
-    addresses = _newest(sources, last) if last is not None else [address_of(one) for one in sources]
+    if last is not None:
+        named = [(one, "") for one in _newest(sources, last)]
+    else:
+        named = [
+            (one, text) for text in sources for one in steps_between(text) or [address_of(text)]
+        ]
+    named, repeated = _parts_of(named, part)
+    addresses = [one for one, _ in named]
     check_answers(out)
     check_writable(out)
     numbers = decayed(ema, len(addresses)) if ema is not None else weights or None
     with marks_removed_last(), ExitStack() as stack:
         for address in addresses:
             stack.enter_context(kept(address.place))
-        named = zip(addresses, sources if last is None else [""] * len(addresses), strict=True)
         views = [address.open(text) for address, text in named]
         choice: dict[str, Any] = {"weights": numbers, "dtype": dtype, "keys": include or None}
         if dry_run:
@@ -543,6 +559,7 @@ def average(
         f"{out}",
         *(f"{one['weight']:.4g} x {one['checkpoint']}" for one in report.sources),
     ]
+    lines += repeated
     if report.taken:
         lines.append(f"from the last: {few(report.taken)}")
     if report.left_out:
@@ -550,6 +567,24 @@ def average(
     value = {name: list(getattr(report, name)) for name in ("averaged", "taken", "left_out")}
     about = {"target": out, "num_bytes": report.num_bytes, "dry_run": dry_run}
     told({**about, "sources": [dict(one) for one in report.sources], **value}, *lines)
+
+
+def _parts_of(
+    named: Sequence[tuple[Address, str]], part: str | None
+) -> tuple[list[tuple[Address, str]], list[str]]:
+    """Returns a part of each step, and a line for each that is the part of another of them."""
+    if part is None:
+        return [*named], []
+    found, lines = list[tuple[Address, str]](), list[str]()
+    numbers = {None if one.step is None else one.step.step for one, _ in named}
+    for one, text in named:
+        below = part_of(one, part)
+        source = one.open(text).parts[part].kept_from
+        if source is not None and source in numbers:
+            lines.append(f"counted once: {below.name} is kept from step {source}")
+        else:
+            found.append((below, text))
+    return found, lines
 
 
 def _newest(sources: Sequence[str], number: int) -> list[Address]:

@@ -135,3 +135,56 @@ def test_a_step_is_removed_with_its_parts_and_what_was_kept_of_it_stays(run: Pat
     lines("rm", f"{run}@1", "--yes")
     assert not list(step(run, 1).rglob("*.distcp"))
     assert ray_dcp.verify(step(run, 2)).ok
+
+
+def test_a_part_is_named_where_one_checkpoint_is_asked_for(run: Path, tmp_path: Path):
+    assert lines("show", f"{run}@2", "--part", "policy")[0].startswith(f"{step(run, 2)}/policy: ")
+    told = lines("show", f"{run}@2", "--part", "critic", exit_code=2)
+    assert told == [f"Error: expected the part 'critic' in {step(run, 2)}, found buffer, policy"]
+    told = lines("show", step(run, 2) / "policy", "--part", "policy", exit_code=2)
+    assert "it is a checkpoint of one state" in told[0]
+    lines("export", f"{run}@2", tmp_path / "w.pt", "--part", "policy", "--format", "torch")
+    assert torch.load(tmp_path / "w.pt")["model"]["w"][0] == 1
+    assert lines("reshard", f"{run}@1", "--to", 2, "--part", "policy")[-1].startswith("at most")
+
+
+def test_the_parts_of_a_range_of_steps_are_averaged_and_a_kept_one_counts_once(run: Path):
+    mean = run.parent / "mean"
+    lines("average", f"{run}@1..4", "--part", "buffer", "-o", mean / "buffer")
+    assert ray_dcp.read_state_dict(mean / "buffer")["rows"].tolist() == [1.5] * 100
+    for n, sources in enumerate(([f"{run}@1..2"], [f"{run}@1", f"{run}@2"], [run, "--last", 2])):
+        told = lines("average", *sources, "--part", "policy", "-o", mean / f"policy{n}")
+        assert told[-1] == f"counted once: {step(run, 2)}/policy is kept from step 1"
+        state = ray_dcp.read_state_dict(mean / f"policy{n}")
+        assert state["model"]["w"].tolist() == [1.0] * 3000
+    told = lines("average", f"{run}@5..9", "--part", "buffer", "-o", mean / "none", exit_code=2)
+    assert "expected steps from 5 to 9" in told[0]
+
+
+def test_steps_are_compared_part_by_part(run: Path):
+    told = lines("diff", f"{run}@1", f"{run}@2", "--exit-code", exit_code=1)
+    assert told[0].endswith("/step-00000002/buffer")
+    assert told[1].startswith("2 changed")
+    assert told[-2].endswith("/step-00000002/policy")
+    assert told[-1].startswith("1 unchanged; 0 B differ")
+    assert lines("diff", f"{run}@1", f"{run}@2", "--exit-code", "--part", "policy")
+    value = json.loads(invoke("diff", f"{run}@1", f"{run}@2", "--json").stdout)
+    assert value["parts"]["buffer"]["counts"] == {"changed": 2}
+
+
+def test_the_timeline_of_a_step_has_a_lane_for_each_part(run: Path, tmp_path: Path):
+    head, _, buffer, policy, record, *_ = lines("timeline", f"{run}@2")
+    assert head.startswith(f"{step(run, 2)}: 2 parts, committed after ")
+    assert policy.split() == ["policy", "kept", "from", "step", "1"]
+    # The record is created when all parts are durable.
+    assert buffer.rindex("█") < record.index("█")
+    assert "rank 0" in "\n".join(lines("timeline", f"{run}@2", "--part", "buffer"))
+    lines("timeline", f"{run}@1", "--chrome", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert names == [
+        f"{name}: {lane}"
+        for name in ("buffer", "policy", "record")
+        for lane in ("coordinator", "rank 0")
+    ]
+    assert len({one["pid"] for one in events}) == 6
