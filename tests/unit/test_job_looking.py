@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
+from ray_dcp.view import run_listing
 from tests.support import job_runs
 
 
@@ -188,3 +189,20 @@ def test_the_timeline_of_a_step_has_a_lane_for_each_part(run: Path, tmp_path: Pa
         for lane in ("coordinator", "rank 0")
     ]
     assert len({one["pid"] for one in events}) == 6
+
+
+def test_a_step_that_is_deleted_while_it_is_listed_is_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    list_one = run_listing._list_one
+
+    def look(storage: Any, root: Any, directory: str, *rest: Any, **how: Any) -> Any:
+        if directory.startswith("step-00000002/"):
+            monkeypatch.undo()
+            lines("rm", step(run, 2), "--yes")
+        return list_one(storage, root, directory, *rest, **how)
+
+    monkeypatch.setattr(run_listing, "_list_one", look)
+    found = {one.name: one.state for one in run_listing.list_checkpoints(run)}
+    assert found["step-00000002"] == "deleted"
+    assert found["step-00000001"] == "committed"
