@@ -238,7 +238,8 @@ class RunHistory:
             self._runs[name] = run
             self._runs.move_to_end(name)
             while len(self._runs) > _MOST_RUNS:
-                self._runs.popitem(last=False)
+                _, forgotten = self._runs.popitem(last=False)
+                forgotten.stop.because(SaveCancelledError("the run is known no more"))
         if is_new:
             _read(run, partial(_find, run, target, opener))
         else:

@@ -452,6 +452,28 @@ def test_a_storage_that_hangs_while_files_are_read_again_is_told_and_ends_with_i
     check_holds(path_of(tmp_path, 7), values_of({"model": model}))
 
 
+def test_a_run_that_is_forgotten_for_newer_ones_is_read_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_LINKS", 4)
+    monkeypatch.setattr(session_alone(), "history", RunHistory())
+    read, goes_on, ended = unchanged.is_intact, threading.Event(), threading.Event()
+
+    def hanging_read(*how: Any) -> bool:
+        goes_on.wait(PATIENCE_S)
+        try:
+            return read(*how)
+        except errors.SaveCancelledError:
+            ended.set()
+            raise
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unchanged, "is_intact", hanging_read)
+        a_run(tmp_path / "first", 8)
+        for number in range(8):
+            a_run(tmp_path / f"run_{number}", 1)
+        goes_on.set()
+        assert ended.wait(PATIENCE_S)
+
+
 def test_a_file_that_can_not_be_read_in_time_is_written(tmp_path, monkeypatch):
     model, _ = a_run(tmp_path, 1)
     new_process(monkeypatch)
