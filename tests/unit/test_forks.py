@@ -161,7 +161,7 @@ def works():
         assert found["w"].unique().tolist() == [value]
     ray_dcp.events.subscribe(print)()
 
-print(ended(child(works)))
+print(ended(child(works)), flush=True)
 os._exit(0)
 """
 
