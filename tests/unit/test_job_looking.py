@@ -18,7 +18,8 @@ from tests.support import job_runs
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(one) for one in arguments])
+    # Why so wide: no column is left out, whatever its cells say.
+    return CliRunner(env={"COLUMNS": "200"}).invoke(main, [str(one) for one in arguments])
 
 
 def lines(*arguments: object, exit_code: int = 0) -> list[str]:
