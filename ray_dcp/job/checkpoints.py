@@ -196,7 +196,8 @@ class JobCheckpoints:
         if not self._read_only:
             self._attached()
         skipped: list[tuple[StepFound, str]] = []
-        for _ in range(_MOST_LOOKS):
+        num_gone = 0
+        while num_gone < _MOST_LOOKS:
             catalogue = look(self._root, self._settings.names)
             passed = {(one.step, one.attempt) for one, _ in skipped}
             steps = [
@@ -210,7 +211,9 @@ class JobCheckpoints:
             lease = self._lease(found.step)
             try:
                 if look_at_step(self._root, found.name, found.step) is None:
-                    continue  # It was deleted before it was protected.
+                    num_gone += 1  # It was deleted before it was protected.
+                    _end(lease)
+                    continue
                 parts, problem = self._check(found, verifies)
             except BaseException:
                 _end(lease)
@@ -225,6 +228,12 @@ class JobCheckpoints:
                 return CommittedStep(self._root, found, parts, lease)
             _end(lease)
             skipped.append((found, problem))
+        else:
+            raise StorageError(
+                f"the newest step of {self.path} was deleted {num_gone} times in a row before it "
+                f"was protected; call latest again, and look at what deletes steps there",
+                checkpoint_id=self.path,
+            )
         if not skipped:
             return None
         told = "; ".join(f"step {one.step}: {why}" for one, why in skipped)

@@ -53,6 +53,7 @@ from ray_dcp.errors import (
     InternalError,
     InvalidRequestError,
     ParticipantError,
+    SaveCancelledError,
 )
 from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.job.step_files import create_record, link_part, part_source, reason_of, remove_parts
@@ -239,11 +240,28 @@ class JobCoordinator:
                     checkpoint_id=job.target.url,
                 )
             for running in self._running():
-                self._receive(running, Gone(frozenset({before.process})))
+                if not is_same:
+                    self._receive(running, Gone(frozenset({before.process})))
+                elif not running.machine.is_left:
+                    step = running.place.step
+                    if not job.settings.takeover:
+                        raise CheckpointExistsError(
+                            f"step {step} of {job.target.url} is open in this process, by another "
+                            f"JobCheckpoints. Use that one, or leave the step's block first",
+                            checkpoint_id=job.target.url,
+                            step=step,
+                        )
+                    error = SaveCancelledError(
+                        f"another JobCheckpoints of this process took the run while step {step} "
+                        f"was open",
+                        step=step,
+                    )
+                    self._receive(running, Abandoned(error))
+        # Why now: it opens no more steps while those that are staged are waited for.
+        self._driver = None
         for running in self._running():
             await self._await(running, lambda one: one.is_over)
         if self._writer is not None:
-            self._driver = None
             await asyncio.to_thread(self._writer.close)
             self._writer = None
 
@@ -260,7 +278,12 @@ class JobCoordinator:
         """Lets a driver go, which opens no more steps; what is being saved goes on."""
         if self._driver is not None and self._driver.nonce == nonce:
             for running in self._running():
-                self._receive(running, Gone(frozenset({self._driver.process})))
+                if not running.machine.is_left:
+                    step = running.place.step
+                    error = SaveCancelledError(
+                        f"JobCheckpoints was closed while step {step} was open", step=step
+                    )
+                    self._receive(running, Abandoned(error))
             self._driver = None
             self._last_used_s = -UNUSED_S
 
@@ -411,15 +434,20 @@ class JobCoordinator:
         # Why: an earlier step that is being saved may be the one that has it.
         await self._await_earlier(running)
         source = await asyncio.to_thread(part_source, writer, part, running.machine.step)
-        found, version = source
+        found, record = source
+        version = None if record is None else record.version
         if self._begin(running, part, f"keep of step {found.step}", version):
             running.kept[part] = found.step
+            if record is not None and record.is_value:
+                running.wrapped.add(part)
             self._start(self._contained(running, part, self._keep(running, part, writer, found)))
 
     def _begin(self, running: _Running, part: str, who: str, version: int | None) -> bool:
+        """Returns whether a part begins now: a call whose answer was lost comes again."""
         known = running.machine.parts.get(part)
+        is_new = known is None or 0 not in known.begun
         self._receive(running, Begun(part, 0, who, version))
-        return known is None or not known.attempt
+        return is_new
 
     async def _put(
         self, running: _Running, part: str, refs: Sequence[Any], job: JobSettings

@@ -22,7 +22,7 @@ from ray_dcp.errors import (
 from ray_dcp.job.coordinator import Opened, PartStatus, Status
 from ray_dcp.job.part import TELL_S, Part, tell_coordinator
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.options import check_wait
+from ray_dcp.options import check_wait, plain_integer
 from ray_dcp.place.outcome import settle
 from ray_dcp.session import ray_calls
 
@@ -91,9 +91,10 @@ class JobStep:
                 parts have versions, all have to be equal, or the step is not committed.
 
         Raises:
-            InvalidRequestError: The step has no such part.
+            InvalidRequestError: The step has no such part, or the version is no integer.
         """
         target = self._line.root.below(f"{self._opened.name}/{self._folder(name)}")
+        version = _checked(version)
         return Part(
             target.url,
             target.storage_options,
@@ -122,6 +123,7 @@ class JobStep:
             InvalidRequestError: The step has no such part, or it is saved already.
         """
         self._folder(name)
+        version = _checked(version)
         ref = value if ray_calls.is_ref(value) else ray_calls.put(value, 0)
         line, attempt = self._line, self._opened.attempt
         line.call(
@@ -181,6 +183,10 @@ class JobStep:
         except ParticipantError as error:
             self._settle(error)
             return self.checkpoint_id
+        except InvalidRequestError as error:
+            # Another coordinator has its name since, or has forgotten it.
+            self._settle(ParticipantError(error.message, step=self.step))
+            return self.checkpoint_id
         if status.error is not None:
             raise status.error
         return self.checkpoint_id
@@ -230,9 +236,9 @@ class JobStep:
     def _leave(self, error: CheckpointError | None) -> None:
         if self._is_left:
             return
-        self._is_left = True
         line, attempt = self._line, self._opened.attempt
         line.call(lambda actor: actor.leave.remote(line.nonce, attempt, error), step=self.step)
+        self._is_left = True
 
     def _folder(self, name: str) -> str:
         if name not in self._opened.folders:
@@ -289,3 +295,19 @@ class JobStep:
                     step=self.step,
                 ) from error
         raise InternalError("a vote ended in no known way. Please report this")
+
+
+def _checked(version: Any) -> int | None:
+    """Returns a version that is an integer, or None.
+
+    Raises:
+        InvalidRequestError: It is anything else.
+    """
+    found = plain_integer(version)
+    if found is None or (isinstance(found, int) and not isinstance(found, bool)):
+        return found
+    raise InvalidRequestError(
+        f"expected an integer as version of a part, such as a number of updates, or None; found "
+        f"{version!r}",
+        key="version",
+    )

@@ -117,8 +117,8 @@ def remove_parts(
         )
 
 
-def part_source(writer: Writer, part: str, step: int) -> tuple[StepFound, int | None]:
-    """Returns the last committed step that has a part, and the version of the part.
+def part_source(writer: Writer, part: str, step: int) -> tuple[StepFound, PartRecord | None]:
+    """Returns the last committed step that has a part, and what its record says of the part.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -127,8 +127,7 @@ def part_source(writer: Writer, part: str, step: int) -> tuple[StepFound, int | 
     for found in reversed(catalogue.oldest_first("increasing")):
         if found.step in catalogue.damaged or part not in folders_of(found):
             continue
-        parts = read_parts(writer.root, found)
-        return found, parts[part].version if part in parts else None
+        return found, read_parts(writer.root, found).get(part)
     raise CheckpointNotFoundError(
         f"expected a committed step with the part {part!r} in {writer.root.url}, of which step "
         f"{step} could keep it, but there is none; save the part",

@@ -7,8 +7,9 @@ the object, which the store then keeps whatever becomes of its owner, and writes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -175,9 +176,16 @@ def value_ref(place: AnyPlace, node: str, *, is_wrapped: bool) -> Any:
         is_wrapped: Whether it was wrapped when it was saved.
     """
     where: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
-    read: Any = read_value  # Ray's stub has no keyword arguments.
-    task: Any = ray.remote(read)
-    return task.options(num_cpus=0, scheduling_strategy=where).remote(place, is_wrapped=is_wrapped)
+    task: Any = ray.remote(_with_variables)
+    run = task.options(num_cpus=0, scheduling_strategy=where).remote
+    read = partial(read_value, place, is_wrapped=is_wrapped)
+    return run(ray_calls.storage_variables(), read)
+
+
+def _with_variables(variables: StorageVariables, work: Callable[[], Any]) -> Any:
+    """Works in a task with the keys of the process that asks: Ray passes on only those it knows."""
+    with variables.applied():
+        return work()
 
 
 def verify_all(places: Sequence[AnyPlace]) -> list[VerifyReport]:
@@ -186,10 +194,12 @@ def verify_all(places: Sequence[AnyPlace]) -> list[VerifyReport]:
     Raises:
         CheckpointError: As `verify`.
     """
-    task: Any = ray.remote(verify)
+    task: Any = ray.remote(_with_variables)
     run = task.options(num_cpus=0, scheduling_strategy="SPREAD").remote
+    variables = ray_calls.storage_variables()
     try:
-        found: list[VerifyReport] = ray_calls.get([run(place) for place in places])
+        refs = [run(variables, partial(verify, place)) for place in places]
+        found: list[VerifyReport] = ray_calls.get(refs)
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, CheckpointError) else error) from None
     return found

@@ -7,7 +7,8 @@ of some other job happened to start with.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 PREFIXES = (
     "AWS_", "AZURE_", "ARROW_", "BOTO", "CLOUDSDK_", "CURL_CA_", "FSSPEC_", "GCE_", "GCS_",
@@ -45,6 +46,19 @@ class StorageVariables:
     def of_this_process(cls) -> StorageVariables:
         """Returns those of this process, as they are now."""
         return cls({name: text for name, text in os.environ.items() if is_of_storages(name)})
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Makes these the variables of this process for the time of the block.
+
+        For a process that works for others afterwards, as one that runs tasks.
+        """
+        before = StorageVariables.of_this_process()
+        self.become()
+        try:
+            yield
+        finally:
+            before.become()
 
     def become(self) -> None:
         """Makes these the variables of this process, in place of all others of storages.

@@ -161,3 +161,29 @@ def test_a_group_commits_with_the_keys_that_its_ranks_set_themselves(server: Dev
         expected = "object_store" if secret == good else "StorageRefusedError"
         assert saved == [expected] * 2
     ray.get([rank.end.remote() for rank in ranks])
+
+
+def test_a_job_finds_its_steps_with_the_keys_that_its_driver_set(
+    server: DevStore, monkeypatch: pytest.MonkeyPatch
+):
+    """In tasks, too, which know only what Ray started their processes with."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    run = ray_dcp.JobCheckpoints(f"s3://ckpt/{secrets.token_hex(6)}", ("cursor",))
+    with run.step(1) as step:
+        step.put("cursor", [1, 2])
+    step.result(120)
+    last = run.latest()
+    assert last is not None
+    with last:
+        assert ray.get(last.ref("cursor")) == [1, 2]
+
+    @ray.remote(num_cpus=0)
+    def left() -> bool:
+        return "AWS_SECRET_ACCESS_KEY" in os.environ
+
+    assert not any(ray.get([left.remote() for _ in range(4)]))

@@ -332,6 +332,43 @@ def test_a_step_of_which_a_part_fails_never_was(tmp_path: Path, worker: Any, wor
     run.close()
 
 
+def test_a_value_is_kept_as_it_was_and_calls_that_come_twice_are_one(tmp_path: Path):
+    run = ray_dcp.JobCheckpoints(tmp_path, ("list", "dict"))
+    value, ref = ["x", 1], ray.put(["x", 1])
+    with run.step(1) as first:
+        with pytest.raises(InvalidRequestError, match="an integer as version"):
+            first.put("list", value, version="seven")  # type: ignore[arg-type]
+        first.put("list", ref)
+        first.put("list", ref)  # as when the answer was lost
+        first.put("dict", {"next": 5})
+        # The process lives: nobody takes its open step away.
+        with pytest.raises(CheckpointExistsError, match=r"step 1 .* is open in this process"):
+            ray_dcp.JobCheckpoints(tmp_path, ("list", "dict")).latest()
+    first.result(120)
+    for number in (2, 3):
+        with run.step(number) as step:
+            step.keep("list")
+            step.keep("list")
+            step.put("dict", {"next": number})
+        step.result(120)
+    with run.latest() as last:
+        assert last.step == 3
+        assert last.value("list") == ray.get(last.ref("list")) == value
+        assert last.value("dict") == ray.get(last.ref("dict")) == {"next": 3}
+    # Another coordinator has the name: it knows nothing of the step, and the storage does.
+    ray.kill(coordinator_of(tmp_path))
+    assert eventually(lambda: not has_coordinator(tmp_path))
+    with ray_dcp.JobCheckpoints(tmp_path, ("list", "dict"), takeover=True).latest() as last:
+        assert last.step == 3
+    assert step.result(120) == step.checkpoint_id
+
+
+def has_coordinator(root: Path) -> bool:
+    with suppress(ValueError):
+        return bool(coordinator_of(root))
+    return False
+
+
 def test_a_run_has_one_history_whoever_is_killed_or_replaced(
     tmp_path: Path, worker: Any, worker_class: Any
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class JobRun:
             attempt = link_part(
                 self.writer.root, found, name, f"{place.name}/{place.folder_of(name)}"
             )
-            records[name] = PartRecord(attempt=attempt, version=known, kept_from=found.step)
+            assert known is not None
+            records[name] = replace(known, attempt=attempt, kept_from=found.step)
         return place, records
 
     def save(self, step: int, states: Mapping[str, Mapping[str, Any]], **how: Any) -> None:
