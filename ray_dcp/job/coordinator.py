@@ -383,15 +383,19 @@ class JobCoordinator:
         self._receive(running, Abandoned(error))
         return running.machine.phase == "given up"
 
-    async def wait(self, attempt: str, until: str, timeout_s: float) -> Status:
+    async def wait(self, attempt: str, until: str, timeout_s: float) -> Status | None:
         """Returns how far a step is, once it is as far as is asked or the time is over.
+
+        None if this coordinator does not know the step: it ended long ago, or under another one.
 
         Args:
             attempt: Attempt of the step.
             until: "staged", "over", or "" to return at once.
             timeout_s: In seconds.
         """
-        running = self._step_of(attempt)
+        running = self._steps.get(attempt)
+        if running is None:
+            return None
 
         def is_there(one: _Running) -> bool:
             if until == "staged" and one.machine.phase not in ("opened", "given up"):

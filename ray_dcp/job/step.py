@@ -183,10 +183,6 @@ class JobStep:
         except ParticipantError as error:
             self._settle(error)
             return self.checkpoint_id
-        except InvalidRequestError as error:
-            # Another coordinator has its name since, or has forgotten it.
-            self._settle(ParticipantError(error.message, step=self.step))
-            return self.checkpoint_id
         if status.error is not None:
             raise status.error
         return self.checkpoint_id
@@ -251,11 +247,17 @@ class JobStep:
         return self._opened.folders[name]
 
     def _ask(self, until: str, wait_s: float) -> Status:
-        status: Status = self._line.call(
+        status: Status | None = self._line.call(
             lambda actor: actor.wait.remote(self._opened.attempt, until, wait_s),
             step=self.step,
             timeout_s=wait_s + TELL_S,
         )
+        if status is None:
+            raise ParticipantError(
+                f"expected the coordinator of step {self.step} to know it, but it ended long ago, "
+                f"or another coordinator has taken the run; ask JobStep.result() how it ended",
+                step=self.step,
+            )
         return status
 
     def _wait(self, until: str, timeout_s: float | None, what: str) -> Status:

@@ -361,6 +361,20 @@ def test_a_value_is_kept_as_it_was_and_calls_that_come_twice_are_one(tmp_path: P
     with ray_dcp.JobCheckpoints(tmp_path, ("list", "dict"), takeover=True).latest() as last:
         assert last.step == 3
     assert step.result(120) == step.checkpoint_id
+    with pytest.raises(ParticipantError, match=r"ask JobStep\.result"):
+        step.report()
+
+
+def test_a_wrong_argument_of_a_wait_leaves_the_step_as_it_is(tmp_path: Path):
+    run = ray_dcp.JobCheckpoints(tmp_path, ("cursor",))
+    step = run.step(1)
+    for ask in (step.result, step.staged):
+        with pytest.raises(InvalidRequestError, match="timeout_s"):
+            ask("soon")  # type: ignore[arg-type]
+    with step:
+        step.put("cursor", {"next": 1})
+    assert step.result(120) == step.checkpoint_id
+    assert run.all_steps() == [1]
 
 
 def has_coordinator(root: Path) -> bool:
