@@ -302,7 +302,18 @@ class JobCheckpoints:
         try:
             parts = read_parts(self._root, found)
             if verifies:
-                problems = [str(p) for report in self._verify(found) for p in report.problems]
+                reports = self._verify(found)
+                unread = [str(one) for report in reports for one in report.unread]
+                if unread:
+                    # Why not damage: an earlier step would be taken, and the newer ones be lost.
+                    raise StorageError(
+                        f"step {found.step} of {self.path} can't be verified, as its storage does "
+                        f"not read {'; '.join(unread[:3])}. Call latest again once it does, or "
+                        f"with verifies=False",
+                        checkpoint_id=self.path,
+                        step=found.step,
+                    )
+                problems = [str(p) for report in reports for p in report.problems]
                 return parts, "; ".join(problems[:3])
         except (DamagedCheckpointError, CheckpointNotFoundError) as error:
             return {}, str(error)

@@ -13,6 +13,8 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
+from ray_dcp.errors import StorageError
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.view import run_listing
 from tests.support import job_runs
 
@@ -129,6 +131,26 @@ def test_the_copy_of_a_run_has_whole_parts_and_opens_as_a_run_of_the_job(run: Pa
             assert last.value("policy")["model"]["w"].tolist() == [1.0] * 3000
             assert last.value("buffer")["at"] == 2
     assert ray_dcp.read_state_dict(one / "policy")["model"]["w"][0] == 1
+
+
+def test_a_step_that_its_storage_does_not_read_is_neither_whole_nor_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    inner = LocalStorage.read
+
+    def read(self: LocalStorage, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        # Its last bytes, which are read to open it, are there.
+        if self.url.endswith("step-00000002/buffer") and key.endswith(".distcp") and not start:
+            raise StorageError("input/output error")
+        return inner(self, key, start, num_bytes)
+
+    with ray_dcp.JobCheckpoints(run, ("policy", "buffer"), read_only=True) as job:
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStorage, "read", read)
+            with pytest.raises(StorageError, match=r"step 2 .* can't be verified"):
+                job.latest()
+            assert job.latest(verifies=False).step == 2
+        assert job.latest().step == 2
 
 
 def test_a_step_is_removed_with_its_parts_and_what_was_kept_of_it_stays(run: Path):
