@@ -28,7 +28,7 @@ from ray_dcp.store.object_clients import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
-from ray_dcp.view.run_listing import step_of
+from ray_dcp.view.run_listing import committed_steps, step_of
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, read_run, split_address
 from ray_dcp.view.step_choice import choose, passed_over, passed_over_text, steps_text
 from ray_dcp.view.wording import few
@@ -219,9 +219,7 @@ def steps_of_run(text: str) -> list[StepView]:
         run = read_run(Target(text))
     except CheckpointError:
         return []
-    shown = [one for one in run if one.is_readable or one.state in ("damaged", "unreadable")]
-    names = {one.name for one in shown}
-    return [one for one in shown if one.name.rpartition("/")[0] not in names]
+    return committed_steps(run)
 
 
 def step_at(text: str) -> StepView:

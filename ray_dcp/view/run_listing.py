@@ -517,6 +517,19 @@ def _judged(
     return replace(step, state="damaged", detail=told)
 
 
+Listed = TypeVar("Listed", bound=ListedCheckpoint)
+
+
+def committed_steps(listed: Iterable[Listed]) -> list[Listed]:
+    """Returns the checkpoints of a run that were committed, without the items of steps.
+
+    Those that are damaged or can't be read count.
+    """
+    shown = [one for one in listed if one.is_readable or one.state in ("damaged", "unreadable")]
+    names = {one.name for one in shown}
+    return [one for one in shown if one.name.rpartition("/")[0] not in names]
+
+
 def look_into(storage: Storage, todo: Sequence[T], look: Callable[[T], object]) -> None:
     """Calls `look` for each folder, for up to 32 folders at a time on storage with high latency.
 

@@ -48,7 +48,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
-from ray_dcp.view.run_listing import list_checkpoints, read_trace
+from ray_dcp.view.run_listing import committed_steps, list_checkpoints, read_trace
 from ray_dcp.view.stock_items import check_stock_item
 from ray_dcp.view.wording import few, size_text
 
@@ -117,8 +117,6 @@ Reports = list["VerifyReport | _FileCheck"]
 Seen = dict[object, "_FileCheck"]
 """Checks of files that other files share, by what both are on the disk and should hold."""
 
-_BAD = ("damaged", "unreadable")
-"""States of checkpoints that were committed, and can't be loaded."""
 _MOST_LOOKS = 20
 """How often a verification is repeated because the checkpoint was replaced meanwhile."""
 
@@ -157,19 +155,13 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
         except (CheckpointNotFoundError, StorageError):
             # Suppressed: then the error of the path itself is raised.
             with suppress(StorageError):
-                folders = _steps_of_run(path)
+                steps = committed_steps(list_checkpoints(path))
+                folders = [one.name for one in steps if one.name != "."]
                 if folders:
                     return _run_to_report(
                         lambda found: _verify_all(path, folders, found, meter, seen, may_go=True)
                     )
             raise
-
-
-def _steps_of_run(path: AnyPlace) -> list[str]:
-    """Returns the folders of a run's checkpoints that should be whole, without items of steps."""
-    listed = list_checkpoints(path)
-    named = [one.name for one in listed if one.is_readable or one.state in _BAD]
-    return [name for name in named if name != "." and name.rpartition("/")[0] not in named]
 
 
 def verify_unseen(path: AnyPlace, seen: Seen, *, progress: ShowProgress = False) -> VerifyReport:
