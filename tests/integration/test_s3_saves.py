@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import pickle
 import warnings
 
@@ -87,9 +86,8 @@ def test_an_interrupted_copy_leaves_the_previous_or_the_new_checkpoint(place, va
         "save.linked",
         storage=lambda: open_storage(place / str(next(numbers))),
         variants=[variant],
-        every=1 if os.environ.get("RAY_DCP_THOROUGH") else 3,
     )
-    assert reached.calls["reuse"] >= 1
+    assert reached.calls["reuse"] == 2
 
 
 def test_a_race_of_committers_has_one_winner(place):

@@ -32,7 +32,7 @@ from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, Tuned, save_steps
 
 MOST_LINKS = 4
-SEEDS = 200 if os.environ.get("RAY_DCP_THOROUGH") else 2
+SEEDS = 200 if os.environ.get("RAY_DCP_THOROUGH") else 3
 ACTIONS = 24
 
 
