@@ -608,18 +608,17 @@ class Coordinator(CoordinatorLoop):
             registered and no call arrived for this time, in seconds.
         namespace: Ray namespace of the stagers.
         variables: What storages read in the environment: that of a rank, as scripts set keys there
-            after Ray has started the process. None for what Ray passes on.
+            after Ray has started the process.
     """
 
     def __init__(
         self,
         name: str,
         lease_s: float,
-        namespace: str = NAMESPACE,
-        variables: StorageVariables | None = None,
+        namespace: str,
+        variables: StorageVariables,
     ) -> None:
-        if variables is not None:
-            variables.become()
+        variables.become()
         # Why not in a thread: nothing else runs before the constructor returns.
         super().__init__(ray_calls.next_epoch(epoch_key(name)))
         self._name = name

@@ -30,6 +30,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.session import ray_calls
 from ray_dcp.session.names import NAMESPACE, coordinator_name
 from ray_dcp.session.session import LEASE_S
+from ray_dcp.store.environment import StorageVariables
 from ray_dcp.worker_group import WorkerGroup
 from tests.chaos.traps import loopback_addresses
 from tests.support.daemons import NODE as SMALL
@@ -183,7 +184,7 @@ class Arena:
                 name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
                 max_restarts=-1, max_task_retries=0, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
-            ).remote(name, LEASE_S)  # fmt: skip
+            ).remote(name, LEASE_S, NAMESPACE, StorageVariables.of_this_process())  # fmt: skip
             # Why asked: Ray takes it for a wish, and another node while it does not know this one.
             if ray.get(actor.info.remote())["node_id"] == node_id:
                 return session
