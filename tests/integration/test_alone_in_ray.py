@@ -35,6 +35,9 @@ class Worker:
         ray_dcp.load(state(0.0), checkpoint_id=path)
         return len(list_named_actors(all_namespaces=True))
 
+    def set_variable(self, name: str, text: str) -> None:
+        os.environ[name] = text
+
     def begin(self, path: str, value: float) -> str:
         """Returns where the bytes are when the save has staged them."""
         saving = ray_dcp.async_save(state(value), checkpoint_id=path)
@@ -121,6 +124,25 @@ def test_processes_of_other_environments_commit_with_their_own(
         Worker().committed(f"s3://ckpt/{folder}/2")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)  # keys are renewed
     assert Worker().committed(f"s3://ckpt/{folder}/2") == "object_store"
+
+
+def test_a_process_that_changes_its_keys_leaves_the_others_theirs(server: DevStore):
+    """Also where they had the same ones, and so one coordinator."""
+    folder = secrets.token_hex(6)
+    variables = {
+        "AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+    }  # fmt: skip
+    made = ray.remote(Worker).options(num_cpus=0, runtime_env={"env_vars": variables})
+    one, other = made.remote(), made.remote()
+    paths = (f"s3://ckpt/{folder}/{number}" for number in range(4))
+    for worker in (one, other):
+        assert ray.get(worker.committed.remote(next(paths))) == "object_store"
+    ray.get(one.set_variable.remote("AWS_SECRET_ACCESS_KEY", "expired"))
+    with pytest.raises(StorageError):
+        ray.get(one.committed.remote(next(paths)))
+    assert ray.get(other.committed.remote(next(paths))) == "object_store"
 
 
 class Rank:
