@@ -160,6 +160,8 @@ class _Running:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     looks: dict[str, asyncio.Event] = field(default_factory=dict)
     """Set for a part whose records are to be read at once."""
+    saving: set[asyncio.Task[Any]] = field(default_factory=set)
+    """What this coordinator does itself to save parts: values, and those that are kept."""
 
     def folder_of(self, part: str) -> str:
         return f"{self.place.name}/{self.place.folder_of(part)}"
@@ -424,7 +426,7 @@ class JobCoordinator:
         _, job = self._of_driver(nonce)
         running = self._step_of(attempt)
         if self._begin(running, part, f"put of {refs[0].hex()}", version):
-            self._start(self._contained(running, part, self._put(running, part, refs, job)))
+            self._save(running, part, self._put(running, part, refs, job))
 
     async def keep(self, nonce: str, attempt: str, part: str) -> None:
         """Begins to take a part from the last committed step that has it.
@@ -444,7 +446,7 @@ class JobCoordinator:
             running.kept[part] = found.step
             if record is not None and record.is_value:
                 running.wrapped.add(part)
-            self._start(self._contained(running, part, self._keep(running, part, writer, found)))
+            self._save(running, part, self._keep(running, part, writer, found))
 
     def _begin(self, running: _Running, part: str, who: str, version: int | None) -> bool:
         """Returns whether a part begins now: a call whose answer was lost comes again."""
@@ -478,6 +480,11 @@ class JobCoordinator:
             link_part, writer.root, found, part, running.folder_of(part)
         )
         self._receive(running, Staged(part, 0, 1, attempt, outlives=True))
+
+    def _save(self, running: _Running, part: str, work: Any) -> None:
+        task = self._start(self._contained(running, part, work))
+        running.saving.add(task)
+        task.add_done_callback(running.saving.discard)
 
     async def _contained(self, running: _Running, part: str, work: Any) -> None:
         """Runs what saves a part; an error gives the step up."""
@@ -535,10 +542,11 @@ class JobCoordinator:
                 return
             await self._await(other, lambda one: one.is_over)
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _expire(self, running: _Running, event: Overdue) -> None:
         self._loop.call_later(event.timeout_s, self._receive, running, event)
@@ -601,6 +609,9 @@ class JobCoordinator:
     async def _discard(self, running: _Running, error: CheckpointError) -> None:
         """Deletes the parts of a step that was given up."""
         writer = self._writer
+        if running.saving:
+            # Why: what is being written would be there again after it was deleted.
+            await asyncio.wait([*running.saving], timeout=self._commit_timeout_s)
         if writer is not None:
             attempts = {name: one.attempt for name, one in running.machine.parts.items()}
             what = f"the end of step {running.place.step}"
@@ -609,11 +620,14 @@ class JobCoordinator:
         running.is_over = True
         self._changed(running)
 
+    @property
+    def _commit_timeout_s(self) -> float:
+        options = SaveOptions() if self._job is None else self._job.options
+        return options.commit_timeout_s
+
     async def _in_time(self, what: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the result of work in a thread, or an error if the storage is stuck in it."""
-        timeout_s = SaveOptions().commit_timeout_s
-        if self._job is not None:
-            timeout_s = self._job.options.commit_timeout_s
+        timeout_s = self._commit_timeout_s
         try:
             return await asyncio.wait_for(asyncio.to_thread(work, *arguments), timeout_s)
         except asyncio.TimeoutError:

@@ -332,6 +332,29 @@ def test_a_step_of_which_a_part_fails_never_was(tmp_path: Path, worker: Any, wor
     run.close()
 
 
+def test_a_value_that_is_being_written_when_its_step_is_given_up_does_not_come_back(tmp_path: Path):
+    run = ray_dcp.JobCheckpoints(tmp_path, ("buffer", "cursor"))
+
+    def raise_while_it_writes(step: ray_dcp.JobStep) -> None:
+        step.put("buffer", {"x": torch.zeros(24 << 20)})
+        assert eventually(lambda: step.report().parts["buffer"].is_staged)
+        raise ValueError("of mine")
+
+    for number in range(1, 4):
+        step = run.step(number)
+        with pytest.raises(ValueError, match="of mine"), step:
+            raise_while_it_writes(step)
+        with pytest.raises(CheckpointError, match="of mine"):
+            step.result(60)
+        assert [*tmp_path.glob("*/buffer*")] == []
+    with run.step(4) as step:
+        step.put("buffer", {"x": torch.zeros(2)})
+        step.put("cursor", {"next": 4})
+    step.result(60)
+    # What was late would be there by now: the writer writes one value after the other.
+    assert [*tmp_path.glob("step-0000000[123]/buffer*")] == []
+
+
 def test_a_value_is_kept_as_it_was_and_calls_that_come_twice_are_one(tmp_path: Path):
     run = ray_dcp.JobCheckpoints(tmp_path, ("list", "dict"))
     value, ref = ["x", 1], ray.put(["x", 1])
