@@ -38,24 +38,18 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 
 
 class _Killing(interruptions._System):
-    """Counts calls, and sends this process a signal before the n-th one."""
+    """Counts calls, and sends this process a signal before the n-th one.
+
+    The n-th one is decided as it is counted: of several threads none may pass it by.
+    """
 
     def __init__(self, folder: Path, at: int | None, number: int) -> None:
-        super().__init__(folder, None, "before")
-        self._kill_at, self._number = at, number
+        super().__init__(folder, at, "before")
+        self._number = number
 
-    def replaced(self, name: str) -> Any:
-        """See `_System.replaced`."""
-        call = super().replaced(name)
-
-        def killing(*args: Any, **kwargs: Any) -> Any:
-            is_now = len(self.steps) == self._kill_at and self._concerns(name, args, kwargs)
-            if is_now:
-                self._kill_at = None
-                os.kill(os.getpid(), self._number)
-            return call(*args, **kwargs)
-
-        return killing
+    def _interrupt(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
+        os.kill(os.getpid(), self._number)
+        return real(*args, **kwargs)
 
 
 def run_command(arguments: list[str], folder: Path, at: int | None, number: int) -> dict[str, Any]:
