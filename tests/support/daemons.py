@@ -17,6 +17,8 @@ from tests.support.programs import forked_workers
 NODE = {
     "num_cpus": 8, "object_store_memory": 256 << 20, "include_dashboard": False,
     "include_log_monitor": False, "no_monitor": True,
+    # Ray binds the port of a number on trial, and loses the socket where another Ray has it.
+    "dashboard_port": None,
     "setup_worker_path": forked_workers.__file__,
 }  # fmt: skip
 """A node of Ray with nothing that tests do not need, and workers that start soon."""
