@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import signal
-import subprocess
-import sys
 import tempfile
 import types
 from collections import OrderedDict
@@ -43,18 +41,16 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def test_a_run_that_was_killed_goes_on_and_logs_what_it_would_have_logged(tmp_path):
+FIT = ("-m", lightning_fit.__name__)
+IMPORTS = ["pytorch_lightning"]
+
+
+def test_a_run_that_was_killed_goes_on_and_logs_what_it_would_have_logged(programs, tmp_path):
     """Every number of every step, with schedulers, early stopping, clipping and batch norm."""
     whole, model = lightning_fit.fit(tmp_path / "whole", 9, tmp_path / "whole.log")
     assert (whole.current_epoch, whole.early_stopping_callback.stopped_epoch) == (3, 2)
     words = [str(tmp_path / "run"), "9", str(tmp_path / "killed.log"), "7"]
-    killed = subprocess.run(
-        [sys.executable, "-m", "tests.support.programs.lightning_fit", *words],
-        cwd=REPOSITORY,
-        env=plain_environment() | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        timeout=500,
-    )
+    (killed,) = programs.run(*FIT, *words, env=plain_environment(), imports=IMPORTS)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert lightning_fit.newest(tmp_path / "run").name == "epoch=1.ckpt"
     trainer, resumed = lightning_fit.fit(tmp_path / "run", 9, tmp_path / "resumed.log")
@@ -73,6 +69,31 @@ def test_a_run_that_was_killed_goes_on_and_logs_what_it_would_have_logged(tmp_pa
         assert alike(scores[0][name], scores[1][name])
     assert alike(resumed.state_dict(), model.state_dict())
     assert alike(resumed.seen, model.seen)
+
+
+def test_ranks_that_train_by_ddp_go_on_and_log_what_they_would_have_logged(programs, tmp_path):
+    """Rank 1 dies in the third epoch; what rank 0 alone has saved is loaded by both."""
+
+    def train(run: str, log: str, *kill_at: str) -> list[int]:
+        ended = programs.run(
+            *FIT, str(tmp_path / run), "3", str(tmp_path / log), *kill_at,
+            ranks=2, env=plain_environment(OMP_NUM_THREADS="1"), imports=IMPORTS,
+        )  # fmt: skip
+        return [one.returncode for one in ended]
+
+    def lines(log: str, first: int = 0) -> list[str]:
+        """Of both ranks, whoever wrote first."""
+        read = map(json.loads, (tmp_path / log).read_text().splitlines())
+        return sorted(map(json.dumps, (line for line in read if line[0] >= first)))
+
+    assert train("whole", "whole.log") == [0, 0]
+    assert train("run", "killed.log", "5")[1] == -signal.SIGKILL
+    assert lightning_fit.newest(tmp_path / "run").name == "epoch=1.ckpt"
+    assert train("run", "resumed.log") == [0, 0]
+    assert lines("resumed.log") == lines("whole.log", first=4)
+    for rank in range(2):
+        states = [torch.load(tmp_path / f"{log}.log.{rank}") for log in ("whole", "resumed")]
+        assert alike(*states)
 
 
 def test_a_checkpoint_has_the_names_of_lightning_and_comes_back_as_torch_saves_it(tmp_path):

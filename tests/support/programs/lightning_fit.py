@@ -2,7 +2,8 @@
 
     python -m tests.support.programs.lightning_fit RUN EPOCHS LOG [STEP]
 
-STEP is where the process kills itself, as a machine that is lost.
+STEP is where the process kills itself, as a machine that is lost. Ranks, as torchrun starts them,
+train together by DDP, and the last one kills itself.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def fit(
         accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy="ddp" if "WORLD_SIZE" in os.environ else "auto",
     )
     loader = torch.utils.data.DataLoader(data, batch_size=8)
     # Why: the last bit of a sum depends on their number.
@@ -124,4 +127,10 @@ def fit(
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     run, epochs, log, *rest = sys.argv[1:]
-    fit(Path(run), int(epochs), Path(log), kill_at=int(rest[0]) if rest else None)
+    if "RANK" in os.environ:
+        os.environ.update(LOCAL_RANK=os.environ["RANK"], TORCHELASTIC_RUN_ID="none")
+    is_last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    trainer, model = fit(
+        Path(run), int(epochs), Path(log), kill_at=int(rest[0]) if rest and is_last else None
+    )
+    torch.save(model.state_dict(), f"{log}.{trainer.global_rank}")
