@@ -15,11 +15,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -45,6 +45,7 @@ from ray_dcp.commit_protocol.job_step import (
     processes_of,
 )
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import begin
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -52,11 +53,13 @@ from ray_dcp.errors import (
     DeadlineError,
     InternalError,
     InvalidRequestError,
+    LimitError,
     ParticipantError,
     SaveCancelledError,
 )
 from ray_dcp.format.job_parts import PartRecord
-from ray_dcp.job.step_files import create_record, link_part, part_source, reason_of, remove_parts
+from ray_dcp.job.kept_parts import KeptParts
+from ray_dcp.job.step_files import create_record, part_source, reason_of, remove_parts
 from ray_dcp.job.value import ValueWriters
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.root_writer import Writer
@@ -93,6 +96,8 @@ _MOST_KEPT = 64
 """Number of ended steps whose outcome is remembered."""
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,8 @@ class JobCoordinator:
         self._values = ValueWriters()
         self._driver: Driver | None = None
         self._writer: Writer | None = None
+        self._kept: KeptParts | None = None
+        self._checking: Future[None] | None = None
         self._job: JobSettings | None = None
         self._steps: dict[str, _Running] = {}
         """By attempt, in the order in which they were opened."""
@@ -219,7 +226,8 @@ class JobCoordinator:
             await self._replace_driver(driver, job)
             variables.become()
             self._job = job
-            self._writer = Writer(Root(job.target), job.settings)
+            root = Root(job.target)
+            self._writer, self._kept = Writer(root, job.settings), KeptParts(root, job.settings)
             try:
                 left = await asyncio.to_thread(self._writer.remove_leftovers)
             except BaseException:
@@ -446,7 +454,7 @@ class JobCoordinator:
             running.kept[part] = found.step
             if record is not None and record.is_value:
                 running.wrapped.add(part)
-            self._save(running, part, self._keep(running, part, writer, found))
+            self._save(running, part, self._keep(running, part, found))
 
     def _begin(self, running: _Running, part: str, who: str, version: int | None) -> bool:
         """Returns whether a part begins now: a call whose answer was lost comes again."""
@@ -475,10 +483,11 @@ class JobCoordinator:
             await actor.write.remote(target, attempt, job.options, variables)
         await self.look(place.attempt, part)
 
-    async def _keep(self, running: _Running, part: str, writer: Writer, found: StepFound) -> None:
-        attempt = await asyncio.to_thread(
-            link_part, writer.root, found, part, running.folder_of(part)
-        )
+    async def _keep(self, running: _Running, part: str, found: StepFound) -> None:
+        kept = self._kept
+        if kept is None:
+            return
+        attempt = await asyncio.to_thread(kept.link, found, part, running.folder_of(part))
         self._receive(running, Staged(part, 0, 1, attempt, outlives=True))
 
     def _save(self, running: _Running, part: str, work: Any) -> None:
@@ -492,8 +501,7 @@ class JobCoordinator:
             await work
         except Exception as error:  # noqa: BLE001 - Ray raises much, and nobody else waits
             cause = getattr(error, "cause", error)
-            told = cause if isinstance(cause, CheckpointError) else _as_ours(cause, part)
-            self._receive(running, Failed(part, told))
+            self._receive(running, Failed(part, _as_ours(cause, part)))
 
     # --- what the machine commands ---------------------------------------------------------------
 
@@ -560,11 +568,12 @@ class JobCoordinator:
         while running.machine.phase not in ENDED:
             try:
                 found = await asyncio.to_thread(outcome, target, attempt)
-            except CheckpointError as error:
-                # Why go on: the deadline of the step bounds it.
+            except Exception as error:  # noqa: BLE001 - the deadline of the step bounds it
                 logger.info("The records of %s can't be read: %s", target.url, error)
                 found = "open"
             if found == "committed":
+                if self._kept is not None and part not in running.kept:
+                    self._kept.wrote(attempt)
                 return self._receive(running, Durable(part, attempt))
             if found == "aborted":
                 why = await asyncio.to_thread(reason_of, target, attempt)
@@ -594,17 +603,29 @@ class JobCoordinator:
             for name, one in running.machine.parts.items()
         }
         what = f"the commit of step {running.place.step}"
-        error = await self._in_time(what, create_record, writer, running.place, records)
-        if isinstance(error, DeadlineError):
+        error: CheckpointError | None
+        try:
+            error = await self._in_time(what, create_record, writer, running.place, records)
+        except Exception as failed:  # noqa: BLE001 - what did not return may create it later
             error = CommitUnknownError(
-                f"{error.message} Ask ray_dcp.outcome later",
+                f"{getattr(failed, 'message', failed)} Ask ray_dcp.outcome later",
                 attempt=running.place.attempt,
                 step=running.place.step,
             )
         is_unknown = isinstance(error, CommitUnknownError)
         committed = True if error is None else None if is_unknown else False
-        await self._in_time(what, writer.finish, running.place, committed)
+        await self._try(what, writer.finish, running.place, committed)
         self._receive(running, CommitEnded(error))
+        if committed and running.kept:
+            self._check_kept(running.place)
+
+    def _check_kept(self, place: StepTarget) -> None:
+        """Begins to read the kept parts that are due, unless some are still being read."""
+        if self._kept is not None and (self._checking is None or self._checking.done()):
+            check = partial(self._kept.check_due, place.name, place.step)
+            # Suppressed: the node has no thread left, and the next step tries again.
+            with suppress(LimitError):
+                self._checking = begin(check, "ray_dcp reads kept parts")
 
     async def _discard(self, running: _Running, error: CheckpointError) -> None:
         """Deletes the parts of a step that was given up."""
@@ -615,8 +636,8 @@ class JobCoordinator:
         if writer is not None:
             attempts = {name: one.attempt for name, one in running.machine.parts.items()}
             what = f"the end of step {running.place.step}"
-            await self._in_time(what, remove_parts, writer, running.place, attempts, error)
-            await self._in_time(what, writer.finish, running.place, False)
+            await self._try(what, remove_parts, writer, running.place, attempts, error)
+            await self._try(what, writer.finish, running.place, False)
         running.is_over = True
         self._changed(running)
 
@@ -625,18 +646,27 @@ class JobCoordinator:
         options = SaveOptions() if self._job is None else self._job.options
         return options.commit_timeout_s
 
-    async def _in_time(self, what: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the result of work in a thread, or an error if the storage is stuck in it."""
+    async def _in_time(self, what: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Returns the result of work in a thread.
+
+        Raises:
+            DeadlineError: The storage is stuck in it; the thread is left to itself.
+        """
         timeout_s = self._commit_timeout_s
         try:
             return await asyncio.wait_for(asyncio.to_thread(work, *arguments), timeout_s)
         except asyncio.TimeoutError:
-            error = DeadlineError(
+            raise DeadlineError(
                 f"expected the storage to answer within {timeout_s:g} s (commit_timeout_s), but "
                 f"{what} still waits for it, and is left to itself."
-            )
-            logger.warning("%s", error)
-            return error
+            ) from None
+
+    async def _try(self, what: str, work: Callable[..., object], *arguments: Any) -> None:
+        """Does work in a thread; the step ends whatever becomes of it."""
+        try:
+            await self._in_time(what, work, *arguments)
+        except Exception as error:  # noqa: BLE001 - nobody waits for it
+            logger.warning("After %s: %s: %s", what, type(error).__name__, error)
 
     # --- life --------------------------------------------------------------------------------
 
@@ -678,7 +708,9 @@ class JobCoordinator:
 # --- what runs in threads ------------------------------------------------------------------------
 
 
-def _as_ours(error: BaseException, part: str) -> CheckpointError:
+def _as_ours(error: BaseException, part: str | None = None) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
     if isinstance(error, RayError):
         return ParticipantError(
             f"the writer of the value died: {type(error).__name__}: {error}", key=part

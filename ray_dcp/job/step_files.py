@@ -17,23 +17,18 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     InternalError,
-    StorageError,
 )
 from ray_dcp.format.job_parts import KEY, PartRecord, decode_parts, encode_parts
-from ray_dcp.format.manifest import Manifest
-from ray_dcp.io.checkpoint import read_checkpoint
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager.catalogue import Root, StepFound
 from ray_dcp.manager.deletions import remove_folder
-from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.step_commit import commit_step
 from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.place.collect import collect
 from ray_dcp.place.outcome import settle
-from ray_dcp.transform.copying import copy_checkpoint, plan_copy
 from ray_dcp.view.checkpoint_view import read_view
+from ray_dcp.view.wording import few
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +123,11 @@ def part_source(writer: Writer, part: str, step: int) -> tuple[StepFound, PartRe
         if found.step in catalogue.damaged or part not in folders_of(found):
             continue
         return found, read_parts(writer.root, found).get(part)
+    marked = few([str(one) for one in sorted(catalogue.damaged)])
+    but = f", whole: steps {marked} are marked as damaged" if marked else ""
     raise CheckpointNotFoundError(
         f"expected a committed step with the part {part!r} in {writer.root.url}, of which step "
-        f"{step} could keep it, but there is none; save the part",
+        f"{step} could keep it, but there is none{but}; save the part",
         checkpoint_id=writer.root.url,
         step=step,
         key=part,
@@ -146,21 +143,3 @@ def read_parts(root: Root, found: StepFound) -> dict[str, PartRecord]:
     """
     view = read_view(root.below(found.name))
     return decode_parts(view[KEY]) if KEY in view else {}
-
-
-def link_part(root: Root, found: StepFound, part: str, folder: str) -> str:
-    """Gives a step the part of an earlier one, and returns the attempt that commits it there.
-
-    Raises:
-        CheckpointNotFoundError: The earlier step was deleted meanwhile.
-        CheckpointError: As `copy_checkpoint`.
-    """
-    target = root.below(folder)
-    with ReaderLease(root, found.step, lease_s=LEASE_S):
-        source = root.open(folders_of(found)[part])
-        checkpoint = read_checkpoint(source, checks_later=True)
-        copy_checkpoint(source, plan_copy(source, checkpoint), target, links=True)
-    decides = read_slots(root.open(folder)).decides
-    if decides is None or not isinstance(decides.record, Manifest):
-        raise StorageError(f"{target.url} lacks the record that was written there")
-    return decides.record.attempt

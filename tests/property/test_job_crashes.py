@@ -25,13 +25,8 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointExistsError
 from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.io.lease_holders import this_process
-from ray_dcp.job.step_files import (
-    create_record,
-    link_part,
-    part_source,
-    read_parts,
-    remove_parts,
-)
+from ray_dcp.job.kept_parts import KeptParts
+from ray_dcp.job.step_files import create_record, part_source, read_parts, remove_parts
 from ray_dcp.manager import Item
 from ray_dcp.manager.catalogue import Root, look
 from ray_dcp.manager.root_writer import Writer
@@ -72,7 +67,7 @@ def give_parts(root: Path, writer: Writer, step: int, kept: bool = False) -> tup
     if kept:
         found, _ = part_source(writer, "policy", step)
         folder = f"{place.name}/{place.folder_of('policy')}"
-        attempts["policy"] = link_part(writer.root, found, "policy", folder)
+        attempts["policy"] = KeptParts(writer.root, JOB).link(found, "policy", folder)
     else:
         attempts["policy"] = save_part(root, place, "policy")
     return place, attempts

@@ -13,7 +13,8 @@ import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.job_parts import PartRecord
-from ray_dcp.job.step_files import create_record, link_part, part_source, remove_parts
+from ray_dcp.job.kept_parts import KeptParts
+from ray_dcp.job.step_files import create_record, part_source, remove_parts
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Item, Settings
@@ -34,8 +35,10 @@ class JobRun:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        items = {"policy": Item(), "buffer": Item()}
-        self.writer = Writer(Root(Target(str(root))), Settings(items=items))
+        settings = Settings(items={"policy": Item(), "buffer": Item()})
+        self.writer = Writer(Root(Target(str(root))), settings)
+        self.now_s = 0.0
+        self.kept = KeptParts(self.writer.root, settings, lambda: self.now_s)
 
     def begin(
         self,
@@ -54,9 +57,7 @@ class JobRun:
             records[name] = PartRecord(attempt=read_view(path).attempt or "", version=version)
         for name in keep:
             found, known = part_source(self.writer, name, step)
-            attempt = link_part(
-                self.writer.root, found, name, f"{place.name}/{place.folder_of(name)}"
-            )
+            attempt = self.kept.link(found, name, f"{place.name}/{place.folder_of(name)}")
             assert known is not None
             records[name] = replace(known, attempt=attempt, kept_from=found.step)
         return place, records

@@ -1,0 +1,175 @@
+"""`KeptParts`: which parts a step may link to, so that no flipped bit goes on with a run.
+
+Each step that keeps a part shares its bytes with the one before. The rule is that of saves that
+link what is unchanged: a part is linked only by a process that knows its bytes, as it saw them
+written or has read them, less than a day and fewer than 100 links ago. Half of that after it knew
+them, they are read again in the background. What is found damaged is marked, and kept by no step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
+from ray_dcp.format.manifest import Manifest
+from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.io.records import read_slots
+from ray_dcp.job.step_files import folders_of
+from ray_dcp.manager.catalogue import Root, StepFound, look, look_at_step
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.settings import Settings
+from ray_dcp.planning.sources import Known
+from ray_dcp.stage.write_queue import step_behind
+from ray_dcp.transform.copying import copy_checkpoint, plan_copy
+from ray_dcp.view.damage_marks import mark_damaged
+from ray_dcp.view.verify import verify
+
+logger = logging.getLogger(__name__)
+
+_MOST_KNOWN = 1024
+"""Most parts that are remembered."""
+
+
+class KeptParts:
+    """Links parts of committed steps into new ones. Thread-safe; its methods are for threads.
+
+    Args:
+        root: The run.
+        settings: How its steps are named.
+        now_s: A clock that never goes back, in seconds.
+    """
+
+    def __init__(
+        self, root: Root, settings: Settings, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._root, self._settings, self._now_s = root, settings, now_s
+        self._known: dict[str, Known] = {}
+        """By the attempt that committed the part."""
+        self._lock = threading.Lock()
+
+    def wrote(self, attempt: str) -> None:
+        """Accepts that a part was saved just now."""
+        self._put(attempt, Known(self._now_s()))
+
+    def link(self, found: StepFound, part: str, folder: str) -> str:
+        """Gives a step the part of an earlier one, and returns the attempt that commits it there.
+
+        Args:
+            found: The earlier step.
+            part: Name of the part.
+            folder: Folder of the part in the new step, below the run.
+
+        Raises:
+            CheckpointNotFoundError: The earlier step was deleted meanwhile.
+            DamagedCheckpointError: The part is damaged; steps that have it are marked.
+            StorageError: The part can't be read.
+        """
+        root = self._root
+        with ReaderLease(root, found.step, lease_s=LEASE_S):
+            before = _attempt_at(root, folders_of(found)[part])
+            known = self._known.get(before)
+            if known is None or not known.may_be_linked(self._now_s()):
+                known = self._read(found, part, before)
+            source = root.open(folders_of(found)[part])
+            plan = plan_copy(source, read_checkpoint(source, checks_later=True))
+            copy_checkpoint(source, plan, root.below(folder), links=True)
+        attempt = _attempt_at(root, folder)
+        self._put(attempt, known.linked())
+        return attempt
+
+    def check_due(self, name: str, step: int) -> None:
+        """Reads the parts that a committed step has kept, if they are due; marks what is damaged.
+
+        What can't be read now is read before a step keeps it the next time.
+
+        Args:
+            name: Folder of the step.
+            step: Its number.
+        """
+        step_behind(19)
+        with suppress(CheckpointError):
+            found = look_at_step(self._root, name, step)
+            for part, folder in () if found is None else folders_of(found).items():
+                attempt = _attempt_at(self._root, folder)
+                known = self._known.get(attempt)
+                if found and known is not None and known.is_due(self._now_s()):
+                    self._read(found, part, attempt)
+
+    def _read(self, found: StepFound, part: str, attempt: str) -> Known:
+        """Reads a part of a committed step through its checksums.
+
+        Raises:
+            DamagedCheckpointError: It is damaged; steps that have it are marked.
+            StorageError: It can't be read.
+        """
+        since_s, target = self._now_s(), self._root.below(folders_of(found)[part])
+        report = verify(target)
+        if report.problems:
+            with self._lock:
+                self._known.clear()
+            told = "; ".join(map(str, report.problems[:3]))
+            self._mark(part, told)
+            raise DamagedCheckpointError(
+                f"expected the part {part!r} of step {found.step} to be whole, so that a step can "
+                f"keep it, but it is damaged: {told}. Save the part in this step",
+                checkpoint_id=target.url,
+                step=found.step,
+                key=part,
+            )
+        if report.unread:
+            told = "; ".join(map(str, report.unread[:3]))
+            raise StorageError(
+                f"expected to read the part {part!r} of step {found.step} before a step keeps it, "
+                f"but its storage does not read {told}. Save the part in this step",
+                checkpoint_id=target.url,
+                step=found.step,
+                key=part,
+            )
+        known = Known(since_s)
+        self._put(attempt, known)
+        return known
+
+    def _mark(self, part: str, told: str) -> None:
+        """Marks the steps of which a part is damaged."""
+        root, steps = self._root, {}
+        what = "No step keeps it any more"
+        try:
+            for found in look(root, self._settings.names).steps.values():
+                if (
+                    part in folders_of(found)
+                    and verify(root.below(folders_of(found)[part])).problems
+                ):
+                    steps[found.step] = found.attempt
+            mark_damaged(root.target, steps, "steps were found damaged", root.opener)
+        except CheckpointError as error:
+            what = f"They could not be marked: {error}"
+        names = ", ".join(map(str, sorted(steps))) or "none"
+        logger.warning(
+            "The part %r is damaged: %s. The steps of %s that have it: %s. %s. Look at them with "
+            "`ray-dcp verify %s`, and at the disk",
+            part, told, root.url, names, what, root.url,
+        )  # fmt: skip
+
+    def _put(self, attempt: str, known: Known) -> None:
+        with self._lock:
+            self._known.pop(attempt, None)
+            self._known[attempt] = known
+            while len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+
+
+def _attempt_at(root: Root, folder: str) -> str:
+    """Returns the attempt that is committed in a folder.
+
+    Raises:
+        StorageError: None is.
+    """
+    decides = read_slots(root.open(folder)).decides
+    if decides is None or not isinstance(decides.record, Manifest):
+        raise StorageError(f"{root.below(folder).url} lacks the record that was written there")
+    return decides.record.attempt
