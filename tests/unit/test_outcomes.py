@@ -640,11 +640,14 @@ def writers():
 
     Threads that another test of this process abandoned are none of them.
     """
-    others = set(threading.enumerate())
+
+    def working():
+        return {each for each in threading.enumerate() if each.name == "ray_dcp in time"}
+
+    others = working()
 
     def ours():
-        new = set(threading.enumerate()) - others
-        return [each for each in new if each.name == "ray_dcp in time"]
+        return working() - others
 
     return ours
 
