@@ -625,7 +625,6 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     Each deletion is atomic: a load finds the checkpoint complete or deleted. Files of other
     programs are kept.
     """
-    from ray_dcp.place.delete import delete
     from ray_dcp.place.step_deletion import StepDeletion
 
     found = [step_at(step) for step in steps]
@@ -644,19 +643,19 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     try:
         for step, deletion in zip(found, deletions, strict=True):
             check = partial(deletion.check, force=force, **ways)
-            report = deletion.delete(_expected(step), dry_run=dry_run, check=check)
-            report = _without_known(".", report, step.items.values())
-            reports.append((report.path, report))
-            for folder in step.items.values():
-                # Suppressed: of a step that was not committed, some items may not be there.
-                with suppress(CheckpointNotFoundError):
-                    report = delete(place_below(step.path, folder), dry_run=dry_run)
-                    reports.append((report.path, report))
+            reports += _told_below(deletion.delete(_expected(step), dry_run=dry_run, check=check))
     except CheckpointError:
         if not says(JSON):
             _print_reports(reports, dry_run=dry_run, quiet=quiet)
         raise
     _print_reports(reports, dry_run=dry_run, quiet=quiet)
+
+
+def _told_below(reports: Sequence[CollectReport]) -> list[tuple[str, CollectReport]]:
+    """Returns the reports of a step and of its items, by path, with each file in one of them."""
+    step, *items = reports
+    step = _without_known(".", step, [one.path.rpartition("/")[2] for one in items])
+    return [(one.path, one) for one in (step, *items)]
 
 
 def _check_ours(step: StepView) -> None:
@@ -705,28 +704,37 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
     """Delete files that crashed and aborted saves left at and below ROOT; checkpoints are kept."""
     run = run_at(root)
     begun = [one for one in run if one.items and one.state == "in flight"]
-    ours = [one for one in run if one.state not in (*FOREIGN, "unreadable") and one not in begun]
-    planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
+    # Why these, too: nobody can commit them any more.
+    gone = [one for one in run if one.items and one.state == "deleted"]
+    gone += begun if abort_unfinished else []
+    others = {*begun, *gone, *(item for one in gone for item in run.items_of(one))}
+    ours = [one for one in run if one.state not in (*FOREIGN, "unreadable") and one not in others]
+
+    def remove(dry_run: bool) -> list[tuple[str, CollectReport]]:
+        found = _collect(ours, abort_unfinished=abort_unfinished, dry_run=dry_run)
+        return found + _remove_begun(gone, dry_run=dry_run)
+
+    planned = remove(dry_run=True)
     count = sum(len(report.deleted) for _, report in planned)
     size = size_text(sum(report.num_bytes for _, report in planned))
     if not dry_run and (count or abort_unfinished):
         agree(f"delete {count_text(count, 'file')} ({size}) at and below {root}", yes=yes)
-        planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+        planned = remove(dry_run=False)
         if any(is_full(warning) for _, report in planned for warning in report.warnings):
             shared = open_storage(place_below(run.place, SHARED_FOLDER))
             shared.delete([RESERVE])  # for the records that end saves
-            planned += _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+            planned += remove(dry_run=False)
             keep_reserve(shared)
     folders = {step.name for step in run}
     planned = [(name, _without_known(name, report, folders)) for name, report in planned]
-    open_saves = any(report.kept for _, report in planned)
+    begun = [] if abort_unfinished else begun
+    open_saves = bool(begun) or any(report.kept for _, report in planned)
     shown = [pair for pair in planned if pair[1].deleted or pair[1].warnings or pair[1].kept]
     freed = size_text(sum(report.num_bytes for _, report in planned))
     lines = [f"{'would free' if dry_run else 'freed'} {freed}"]
     lines += [f"{one.name}: left alone: {one.detail}" for one in run if one.state == "unreadable"]
     lines += [
-        f"{one.name}: left alone: {one.detail}; the next that writes the run deletes it, or, if "
-        f"nobody does any more: ray-dcp rm {place_below(run.place, one.name).url}"
+        f"{one.name}: left alone: {one.detail}; the next that writes the run deletes it"
         for one in begun
     ]
     if open_saves and not abort_unfinished:
@@ -760,6 +768,26 @@ def _collect(
         except CheckpointError as error:
             # Why continue: a damaged folder must not prevent the cleanup of the others.
             click.echo(f"{step.name}: left alone: {error.message}", err=True)
+    return reports
+
+
+def _remove_begun(steps: Sequence[StepView], *, dry_run: bool) -> list[tuple[str, CollectReport]]:
+    """Deletes steps of items that are not committed; whose saves they are can't commit them."""
+    from ray_dcp.place.step_deletion import StepDeletion
+
+    reports: list[tuple[str, CollectReport]] = []
+    for step in steps:
+        try:
+            deletion = StepDeletion(step.path, step.step)
+            # Why unannounced: nothing protects what is not committed, and tags of this number may
+            # be those of a step in another folder.
+            found = _told_below(deletion.delete("", dry_run=dry_run, announced=False, check=dict))
+        except CheckpointError as error:
+            # Why continue: as in `_collect`.
+            click.echo(f"{step.name}: left alone: {error.message}", err=True)
+            continue
+        base = found[0][0]
+        reports += [(step.name + path.removeprefix(base), one) for path, one in found]
     return reports
 
 

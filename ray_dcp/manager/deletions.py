@@ -36,13 +36,14 @@ from ray_dcp.manager.catalogue import (
     StepFound,
 )
 from ray_dcp.manager.reader_leases import Readers
-from ray_dcp.manager.step_target import StepTarget, items_in, number_of
+from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.collect import collect
 from ray_dcp.place.delete import delete
 from ray_dcp.place.step_deletion import (
     living_reader,
 )
+from ray_dcp.place.step_items import items_in, number_of
 from ray_dcp.store.storage import Entry, Storage
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, get_args
@@ -29,12 +28,10 @@ from ray_dcp.manager.save_policies import (
     listens_for_preemption,
 )
 from ray_dcp.options import LoadOptions, SaveOptions, check_above_0, check_whole, set_checked
+from ray_dcp.place.step_items import ITEM
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 T = TypeVar("T")
-
-ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-"""Names of items."""
 
 
 @dataclass(frozen=True, kw_only=True)

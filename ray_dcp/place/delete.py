@@ -20,6 +20,7 @@ from ray_dcp.commit_protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.format.save_trace import trace_key
+from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.announced_deletions import ended
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.place.attempt_id import new_attempt
@@ -98,13 +99,17 @@ def delete(
     storage, is_freed = opener(target), False
     for _ in range(MOST_TRIES):
         place = look_at(storage)
-        # Why also of an empty folder: a save that writes here later must find the record.
-        if attempt is None or expected != "" or place.foreign is not None:
+        infos = [slot for slot in map(info_slot, place.sizes) if slot is not None]
+        # Why also of a folder that is empty or has only infos: a save that writes here later must
+        # find the record.
+        is_known = infos or (attempt is not None and expected == "")
+        if not is_known or place.foreign is not None:
             _check_deletable(place)
-        if isinstance(place.standing.record, DeleteRecord) and not (
-            # Why: what began since then may still be committed, unless another record ends it.
-            expected == "" and attempts_of(place.sizes) - place.known
-        ):
+        # Why: what began since then may still be committed, unless another record ends it.
+        is_begun = expected == "" and attempts_of(place.sizes) - place.known
+        # Why: of a step of items, only an info is there until its items are durable.
+        is_begun = is_begun or any(slot >= place.standing.slot for slot in infos)
+        if isinstance(place.standing.record, DeleteRecord) and not is_begun:
             return _finish_delete(place, place.standing.record, dry_run)
         _check_expected(place, expected)
         if attempt in place.known:

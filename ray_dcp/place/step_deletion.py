@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import (
     READING,
     SHARED_FOLDER,
@@ -31,6 +32,7 @@ from ray_dcp.io.reserve import freeing
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.delete import delete as delete_place
 from ray_dcp.place.listing import CollectReport
+from ray_dcp.place.step_items import items_in
 from ray_dcp.place.voting import Opener
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below, target_of
@@ -160,42 +162,83 @@ class StepDeletion:
         check_unprotected(found, force=force, untag=untag, forced=forced)
 
     def delete(
-        self, expected: str | None, *, dry_run: bool = False, check: Callable[[], object]
-    ) -> CollectReport:
+        self,
+        expected: str | None,
+        *,
+        dry_run: bool = False,
+        announced: bool = True,
+        check: Callable[[], object],
+    ) -> list[CollectReport]:
         """Deletes the checkpoint as it was read, unless it is protected or replaced since.
+
+        Then its items, and last the infos that name them: who is interrupted leaves a step that is
+        deleted, and whose items are told, and deleted by a deletion that is repeated.
 
         Args:
             expected: As for `place.delete.delete`.
             dry_run: Whether only to report the files to delete.
+            announced: Whether to announce the deletion in the run.
             check: Raises if the step is protected by what `protection` has then.
+
+        Returns:
+            The report of the step, and one of each item.
 
         Raises:
             CheckpointError: As `place.delete.delete`, or as `check`.
         """
-        delete = partial(delete_place, self._place, expected=expected, opener=self._opener)
         # Careful: list before the delete. The step may be saved again, with an info of its own.
         storage = self._opener(self._place)
-        infos = [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
-        if dry_run or self._shared is None or self._step is None:
-            report = delete(dry_run=dry_run)
-            storage.delete([] if dry_run or report.warnings else infos)
-            return report
-        shared = self._shared
+        keys = [entry.key for entry in storage.list()]
+        infos = [key for key in keys if info_slot(key) is not None]
+        items = sorted(items_in(storage, keys))
+        if announced and not dry_run and self._shared is not None and self._step is not None:
+            reports = [self._announced(self._shared, self._step, expected, check)]
+        else:
+            reports = [self._delete_place(expected, dry_run=dry_run)]
+        reports += filter(None, (self._delete_item(item, dry_run) for item in items))
+        if not dry_run and not any(report.warnings for report in reports):
+            storage.delete(infos)
+        return reports
+
+    def _delete_place(self, expected: str | None, **how: Any) -> CollectReport:
+        return delete_place(self._place, expected=expected, opener=self._opener, **how)
+
+    def _delete_item(self, item: str, dry_run: bool) -> CollectReport | None:
+        """Deletes an item of a deleted step; returns None if it is not there."""
+        place = place_below(self._place, item)
+        try:
+            return delete_place(place, dry_run=dry_run, opener=self._opener)
+        except CheckpointNotFoundError:
+            return None
+        except CheckpointError as error:
+            told = f"The step is deleted, but its item {item} is not: {error}. Delete again"
+            return CollectReport(place.url, (), 0, (), warnings=(told,))
+
+    def _announced(
+        self,
+        shared: Storage,
+        step: int,
+        expected: str | None,
+        check: Callable[[], object],
+    ) -> CollectReport:
+        """Announces the deletion in the run, and deletes the step if it is not protected then."""
         # Why: from now on, a new tag or reader lease aborts the deletion, or fails.
-        mark = Announced(self._step, new_attempt(), self._name)
+        mark = Announced(step, new_attempt(), self._name)
         freeing(shared, partial(shared.write, mark.key, b""))
         try:
-            self.protection = read_protection(shared, self._step)
+            self.protection = read_protection(shared, step)
             check()
-            with self._taken_away(shared, self._step):
+            with self._taken_away(shared, step):
                 work = partial(
-                    delete, attempt=mark.attempt, confirm=partial(check_announced, shared, mark)
+                    self._delete_place,
+                    expected,
+                    attempt=mark.attempt,
+                    confirm=partial(check_announced, shared, mark),
                 )
                 report = freeing(shared, work)
-            storage.delete([] if report.warnings else infos)
             if expected:
-                metrics = shared.list(metrics_of(self._step, expected))
-                mark_of_damage = damage_key(self._step, expected)
+                metrics = shared.list(metrics_of(step, expected))
+                mark_of_damage = damage_key(step, expected)
                 shared.delete([mark_of_damage, *(entry.key for entry in metrics)])
             return report
         finally:
@@ -203,7 +246,7 @@ class StepDeletion:
             fence(
                 shared,
                 lambda name: self._opener(place_below(self._run, name)),
-                f"step {self._step} was removed",
+                f"step {step} was removed",
             )
 
     @contextmanager
@@ -240,7 +283,7 @@ def delete(
     did not write. Deleting twice is allowed, also to finish an interrupted delete.
 
     A step of a run that has a tag, or that is being read under a lease, is deleted only by force;
-    its tags and its note are deleted with it.
+    its tags, its note, and its items or parts are deleted with it.
 
     Args:
         path: Path or URL of one checkpoint.
@@ -284,6 +327,20 @@ def delete(
         forced="force=True",
     )
     check()
-    if deletion.is_in_run:
-        return deletion.delete(expected, dry_run=dry_run, check=check)
-    return delete_place(target, dry_run=dry_run, opener=opener, expected=expected)
+    report, *items = deletion.delete(
+        expected, dry_run=dry_run, announced=deletion.is_in_run, check=check
+    )
+    for one in items:
+        folder = one.path.rpartition("/")[2]
+        kept = [replace(file, key=f"{folder}/{file.key}") for file in one.kept]
+        # Why: the files below the step are told by their own reports.
+        others = [file for file in report.kept if not file.key.startswith(f"{folder}/")]
+        report = replace(
+            report,
+            deleted=(*report.deleted, *(f"{folder}/{key}" for key in one.deleted)),
+            num_bytes=report.num_bytes + one.num_bytes,
+            kept=(*others, *kept),
+            fenced=(*report.fenced, *one.fenced),
+            warnings=(*report.warnings, *one.warnings),
+        )
+    return report

@@ -443,9 +443,10 @@ def _with_items(
         folder = "" if step.name == "." else f"{step.name}/"
         inside = below.get(step.name, ())
         is_committed = step.manifest is not None
-        items = step.items
+        items, is_begun = step.items, False
         if not is_committed and inside:
-            items = _items_begun(storage, step, directories.get(folder.rstrip("/"), {}))
+            files = directories.get(folder.rstrip("/"), {})
+            items, is_begun = _items_begun(storage, step, files)
         if not items:
             for name in inside:
                 if step.state == by_name[name].state == "deleted":
@@ -468,25 +469,37 @@ def _with_items(
                 )
             elif is_named:
                 by_name[name] = replace(one, is_item=True)
-        if not is_committed and step.state == "aborted":
-            left = [by_name[name].name.rpartition("/")[2] for name in inside]
-            told = f"parts are there, and no record of the step: {', '.join(left)}"
-            by_name[step.name] = replace(step, state="in flight", detail=told, items=items)
+        there = (by_name[name] for name in inside)
+        left = [
+            one.name.rpartition("/")[2] for one in there if one.is_item and one.state != "deleted"
+        ]
+        if is_committed or step.state not in ("aborted", "deleted") or not left:
+            continue
+        if step.state == "deleted" and not is_begun:
+            told = f"parts of it are left: {', '.join(left)}; ray-dcp gc deletes them"
+            by_name[step.name] = replace(step, detail=told, items=items)
+            continue
+        told = f"parts are there, and no record of the step: {', '.join(left)}"
+        by_name[step.name] = replace(step, state="in flight", detail=told, items=items)
     return [*by_name.values()]
 
 
 def _items_begun(
     storage: Storage, step: ListedCheckpoint, files: Mapping[str, int]
-) -> Mapping[str, str]:
-    """Returns the items of the last save that was begun of a step which is not committed."""
+) -> tuple[Mapping[str, str], bool]:
+    """Returns the items of the last save that was begun of a step which is not committed.
+
+    Also whether it was begun after the last record of the step.
+    """
     last = max((slot for key in files if (slot := info_slot(key)) is not None), default=None)
     if last is None:
-        return {}
+        return {}, False
+    is_begun = last >= max((slot_of(key) or 0 for key in files), default=0)
     # Suppressed: what they are is not known, and they are told as checkpoints of their own.
     with suppress(DamagedCheckpointError):
         info = read_info(storage, "" if step.name == "." else step.name, last)
-        return {} if info is None else info.items
-    return {}
+        return ({} if info is None else info.items), is_begun
+    return {}, False
 
 
 def _judged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.errors import StorageError
+from ray_dcp.errors import CheckpointExistsError, StorageError
+from ray_dcp.job.step_files import create_record
+from ray_dcp.place import step_deletion
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.view import run_listing
 from tests.support import job_runs
@@ -79,12 +82,103 @@ def test_a_part_of_a_step_that_is_not_committed_is_no_checkpoint_that_stands(run
     assert not any("step-00000004" in line for line in lines("verify", run))
     assert lines("verify", run)[-1] == "newest good: step 2"
     assert [one.step for one in ray_dcp.follow(run, timeout_s=0.01)] == [1, 2]
-    (_, left) = lines("gc", run, "--yes")
+    _, left, way_out = lines("gc", run, "--yes")
     assert "left alone" in left
-    assert f"ray-dcp rm {step(run, 4)}" in left
+    assert "--abort-unfinished" in way_out
     lines("rm", step(run, 4), "--yes")
     assert not list(step(run, 4).rglob("*.distcp"))
     assert lines("ls", run)[-1] == "1 deleted step: --all"
+
+
+def data(run: Path) -> set[str]:
+    """Folders of the run that have data."""
+    return {str(path.parent.relative_to(run)) for path in run.rglob("*.distcp")}
+
+
+def test_the_parts_that_a_crashed_job_left_are_collected_and_no_others(run: Path):
+    kept = {f"step-0000000{n}{part}" for n in (1, 2) for part in ("", "/buffer", "/policy")}
+    # Another folder of the same number, as worker groups of Ray Train leave them.
+    other = Path(shutil.copytree(step(run, 1), run / "g2-step-00000004"))
+    kept |= {f"{other.name}{part}" for part in ("", "/buffer", "/policy")}
+    ray_dcp.open_run(run).tag(other.name, "release")
+    planned = lines("gc", run, "--abort-unfinished", "--dry-run")
+    assert any(line.startswith("step-00000004/policy: would delete ") for line in planned)
+    assert data(run) == {*kept, "step-00000004/policy"}
+    lines("gc", run, "--abort-unfinished", "--yes")
+    assert data(run) == kept
+    assert "step-00000004" not in states(run)
+    assert not list(step(run, 4).glob("step-info-*"))
+    assert ray_dcp.open_run(run).step(other.name).tags == ("release",)
+    assert lines("gc", run, "--abort-unfinished", "--yes")[-1] == "freed 0 B"
+
+
+def test_a_job_whose_parts_were_collected_commits_no_step_without_them(tmp_path: Path):
+    job = job_runs.JobRun(tmp_path)
+    for _ in range(2):
+        # The second time it is begun after the record of the first deletion.
+        place, records = job.begin(1, {"policy": job_runs.policy(1.0)})
+        assert states(tmp_path)[place.name] == "in flight"
+        lines("gc", tmp_path, "--abort-unfinished", "--yes")
+        error = create_record(job.writer, place, records)
+        assert isinstance(error, CheckpointExistsError)
+        job.writer.finish(place, False)
+        assert place.name not in states(tmp_path)
+        assert data(tmp_path) == set()
+    job.save(1, {"policy": job_runs.policy(2.0), "buffer": job_runs.buffer(2.0)})
+    assert states(tmp_path)["step-00000001"] == "committed"
+    job.writer.close()
+
+
+def interrupted(run: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[], object]) -> None:
+    """Has a deletion of step 1 die when its record exists and its parts are still there."""
+
+    class DiedError(BaseException):
+        """Ends the process."""
+
+    def die(*_: object) -> None:
+        raise DiedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step_deletion.StepDeletion, "_delete_item", die)
+        with pytest.raises(DiedError):
+            remove()
+    assert {"step-00000001/policy", "step-00000001/buffer"} < data(run)
+
+
+@pytest.mark.parametrize("later", ["rm", "gc", "delete", "job"])
+def test_the_parts_of_a_step_whose_deletion_was_interrupted_are_shown_and_deleted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, later: str
+):
+    interrupted(run, monkeypatch, lambda: lines("rm", f"{run}@1", "--yes"))
+    assert any("parts of it are left: buffer, policy" in one for one in lines("ls", run))
+    assert {states(run)[f"step-00000001/{part}"] for part in ("policy", "buffer")} == {"in flight"}
+    assert lines("verify", run)[-1] == "newest good: step 2"
+    assert not any("step-00000001" in line for line in lines("verify", run))
+    if later == "rm":
+        lines("rm", step(run, 1), "--yes")
+    elif later == "gc":
+        lines("gc", run, "--yes")
+    elif later == "delete":
+        ray_dcp.delete(step(run, 1))
+    else:
+        job = job_runs.JobRun(run)
+        assert job.writer.remove_leftovers() == {}
+        job.writer.close()
+    assert not any(folder.startswith("step-00000001") for folder in data(run))
+    assert not list(step(run, 1).glob("step-info-*"))
+    assert {"step-00000002/policy", "step-00000002/buffer"} < data(run)
+    assert "step-00000001" not in states(run)
+
+
+def test_a_step_that_python_deletes_goes_with_its_parts(run: Path):
+    planned = ray_dcp.delete(step(run, 2), dry_run=True)
+    assert {"step-00000002", "step-00000002/policy", "step-00000002/buffer"} < data(run)
+    report = ray_dcp.delete(step(run, 2))
+    assert not any(folder.startswith("step-00000002") for folder in data(run))
+    assert planned.deleted == report.deleted
+    folders = {key.rpartition("/")[0] for key in report.deleted}
+    assert folders == {"", "buffer", "policy"}
+    assert not any("/" in one.key for one in report.kept)
 
 
 def test_what_the_user_keeps_in_a_step_s_folder_is_no_part(run: Path):
@@ -92,6 +186,9 @@ def test_what_the_user_keeps_in_a_step_s_folder_is_no_part(run: Path):
         ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=step(run, 4) / name)
     found = states(run)
     assert found["step-00000004/ema"] == found["step-00000004/policy.x"] == "committed"
+    lines("gc", run, "--abort-unfinished", "--yes")
+    assert {"step-00000004/ema", "step-00000004/policy.x"} < data(run)
+    assert "step-00000004/policy" not in data(run)
 
 
 @pytest.mark.parametrize("how", ["gone", "short", "replaced"])
