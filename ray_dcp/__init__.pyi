@@ -51,12 +51,12 @@ from ray_dcp.job.part import Part as Part
 from ray_dcp.job.step import JobStep as JobStep
 from ray_dcp.job.step import JobStepReport as JobStepReport
 from ray_dcp.loading import load as load
-from ray_dcp.loading import load_newest as load_newest
 from ray_dcp.loading import load_state_dict as load_state_dict
 from ray_dcp.manager.following import FollowedStep as FollowedStep
 from ray_dcp.manager.following import follow as follow
 from ray_dcp.manager.following import record_metrics as record_metrics
 from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
+from ray_dcp.manager.newest import load_newest as load_newest
 from ray_dcp.options import LoadOptions as LoadOptions
 from ray_dcp.options import SaveOptions as SaveOptions
 from ray_dcp.place.collect import collect as collect

@@ -1,9 +1,9 @@
-"""`load` and `load_newest`, on every path: native, planner hooks or foreign storage."""
+"""`load`, on every path: native, planner hooks or foreign storage."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
 from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.phases import AWAIT_STAGED
@@ -52,10 +51,10 @@ from ray_dcp.session.activity import Account, Activity
 from ray_dcp.session.own_folders import session_of_copies
 from ray_dcp.session.session import Session
 from ray_dcp.stage.memory_tier import memory_of
-from ray_dcp.store.opening import absolute_target, open_storage
+from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.committed_metadata import metadata_of
-from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, check_plug_in, decide_load
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
 from ray_dcp.torch_adapter.flatten import below
 from ray_dcp.torch_adapter.foreign import TorchSaveReader, foreign_load
 from ray_dcp.torch_adapter.load_plan import plan_targets
@@ -65,6 +64,7 @@ from ray_dcp.torch_adapter.planner_hooks import targets_with_planner
 from ray_dcp.torch_adapter.state import refuse_per_rank
 from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
+from ray_dcp.view.run_listing import ListedRun
 
 if TYPE_CHECKING:
     from ray_dcp.session.shared_reads import RayPeers
@@ -145,98 +145,6 @@ def load(
             if copies is None:
                 raise
         return run(route, copies, state_dict, options, checkpoint_id)
-
-
-def load_newest(
-    state_dict: StateDict,
-    run: CheckpointId,
-    *,
-    at_most: int | None = None,
-    newer_than: int | None = None,
-    planner: LoadPlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
-    options: LoadOptions | None = None,
-    progress: ShowProgress = False,
-) -> LoadReport:
-    """Loads the newest undamaged checkpoint of a run, in place, as `load` does.
-
-    All ranks of the group must call this function. A run is a directory of step folders, such as
-    `step-1000` or `epoch=2-step=500`: the number at the end of a folder's name is its step, and the
-    highest step is the newest. Folders without a number, and folders inside step folders, are
-    ignored.
-
-    The newest committed checkpoint is tried first. If any rank finds it damaged (a file is missing
-    or truncated, a checksum does not match, a record can't be read), all ranks load the next older
-    one into the same targets. A warning names each damaged checkpoint, and the report lists every
-    step that was skipped.
-
-    Errors for which an older checkpoint is no remedy are raised at once: a state dict that does not
-    match, objects that `LoadOptions.weights_only` refuses, a storage failure, a dead rank or a
-    missed deadline.
-
-    Args:
-        state_dict: The targets, as for `load`. A damaged checkpoint may overwrite some of them
-            before an older one is loaded. If the older one lacks such a value, the load fails even
-            with `LoadOptions(strict=False)`, as the value can't be left unchanged.
-        run: Path, URL, `Location` or filesystem of the directory.
-        at_most: Load this step or an older one, for example to go back before a loss spike.
-        newer_than: Load only steps above this one, for example to wait for the next checkpoint.
-        planner: As for `load`. It is set up again for each checkpoint that is tried.
-        process_group: As for `load`.
-        no_dist: As for `load`.
-        options: As for `load`. With `verify="never"`, damage inside files is not detected.
-        progress: As for `save`; it names the checkpoint that is tried.
-
-    Returns:
-        As `load`, with `checkpoint_id`, `step` and `skipped`.
-
-    Raises:
-        CheckpointNotFoundError: No step is committed; the message names what is there instead.
-        DamagedCheckpointError: Every committed step is damaged. The state dict may hold parts of
-            those that were tried.
-        MissingKeyError: As for `load`; or an older step lacks a value that a damaged one
-            overwrote.
-        CheckpointError: As `load` does, with a note on each step that was skipped before.
-
-    Complexity:
-        One listing of all files of the run by one rank, and one load for each step that is tried.
-
-    Examples:
-        >>> import pathlib, tempfile, torch, ray_dcp, warnings
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     for step in (9, 10):
-        ...         state = {"w": torch.full((1000,), step)}
-        ...         _ = ray_dcp.save(state, checkpoint_id=f"{run}/step-{step}")
-        ...     (data,) = pathlib.Path(run, "step-10").glob("*.distcp")
-        ...     data.unlink()
-        ...     with warnings.catch_warnings(record=True) as told:
-        ...         warnings.simplefilter("always")
-        ...         report = ray_dcp.load_newest(state, run)
-        >>> report.step, state["w"][0].item(), len(report.damaged), len(told)
-        (9, 9, 1, 1)
-    """
-    check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
-    check_options(options, LoadOptions)
-    with OperationLog("load_newest", checkpoint_id=run, planner=planner) as log:
-        report = run_load_newest(
-            session := session_for(process_group, no_dist, options),
-            state_dict,
-            options or LoadOptions(),
-            absolute_target(run),
-            planner,
-            StepRange(at_most=at_most, newer_than=newer_than),
-            log,
-            progress,
-        )
-    if session.rank == 0:
-        for path, error in report.damaged:
-            events.warn(
-                f"Loaded {report.checkpoint_id} instead of the newer {path}, which is damaged: "
-                f"{error}. Look at it with `ray-dcp verify {path}`",
-                stacklevel=2,
-            )
-    return report
 
 
 def load_state_dict(
@@ -352,6 +260,7 @@ def run_load_newest(
     steps: StepRange,
     log: OperationLog | None = None,
     progress: ShowProgress = False,
+    choose: Callable[[ListedRun], ListedRun] | None = None,
 ) -> LoadReport:
     """Runs this rank's part of `load_newest` and returns its report.
 
@@ -364,6 +273,7 @@ def run_load_newest(
         steps: The steps that may be loaded.
         log: Receives the phases.
         progress: As given to `load_newest`.
+        choose: See `load_newest_rank`.
 
     Raises:
         CheckpointError: As `load_newest` does.
@@ -395,6 +305,7 @@ def run_load_newest(
                 steps=steps,
                 timeout_s=options.plan_timeout_s,
                 load=load,
+                choose=choose,
             ),
             activity.call,
         )

@@ -337,7 +337,7 @@ class WorkerGroup:
         """Saves the ranks' states as one checkpoint and returns its metadata.
 
         Args:
-            path: The `checkpoint_id`.
+            path: The `checkpoint_id`, or the `Part` of a job's step.
             make_state: Returns the state dict of the rank on which it is called; without it, the
                 rank's `state` is saved.
             **kwargs: As for `ray_dcp.save`.
@@ -357,7 +357,7 @@ class WorkerGroup:
         """Loads a checkpoint into the ranks' states and returns each rank's report.
 
         Args:
-            path: The `checkpoint_id`.
+            path: The `checkpoint_id`, or the `Part` of a committed step.
             make_state: Returns the state dict to load into, on the rank on which it is called; it
                 becomes the rank's `state`. Without it, the checkpoint is loaded into the rank's
                 `state`.

@@ -26,6 +26,7 @@ from ray_dcp.job.coordinator import (
     job_coordinator_of,
     this_driver,
 )
+from ray_dcp.job.part import check_run
 from ray_dcp.job.step import JobStep, Line
 from ray_dcp.job.step_files import folders_of, read_parts
 from ray_dcp.job.value import verify_all
@@ -99,6 +100,7 @@ class JobCheckpoints:
         lease_s: float = LEASE_S,
     ) -> None:
         check_options(options, SaveOptions)
+        check_run(path)
         if isinstance(parts, str) or not parts:
             raise InvalidRequestError(
                 f"parts must be the names of the parts, as ('policy', 'buffer'), but is {parts!r}",

@@ -70,6 +70,41 @@ def check_loadable(checkpoint_id: object) -> None:
         checkpoint_id.check_loadable()
 
 
+def check_run(run: object) -> None:
+    """Checks that what should be a run is not a part of a step.
+
+    Raises:
+        InvalidRequestError: It is one.
+    """
+    if isinstance(run, Part):
+        raise InvalidRequestError(
+            f"expected a run, the directory of its steps, but {run.name!r} is a part of step "
+            f"{run.step}, one checkpoint, below which nothing is saved; give the run, "
+            f"{run.url.rsplit('/', 2)[0]}",
+            step=run.step,
+            key=run.name,
+        )
+
+
+def check_no_part(value: object, expected: str, way_out: str) -> None:
+    """Checks that a value is not a part where none can be.
+
+    Args:
+        value: The value.
+        expected: What should be there, as "the number of a step".
+        way_out: What to do instead.
+
+    Raises:
+        InvalidRequestError: It is one.
+    """
+    if isinstance(value, Part):
+        raise InvalidRequestError(
+            f"expected {expected}, found the part {value.name!r} of step {value.step}; {way_out}",
+            step=value.step,
+            key=value.name,
+        )
+
+
 def tell_coordinator(
     name: str, namespace: str, send: Callable[[Any], Any], *, step: int, timeout_s: float = TELL_S
 ) -> Any:

@@ -20,7 +20,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.job.coordinator import Opened, PartStatus, Status
-from ray_dcp.job.part import TELL_S, Part, tell_coordinator
+from ray_dcp.job.part import TELL_S, Part, check_no_part, tell_coordinator
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import check_wait, plain_integer
 from ray_dcp.place.outcome import settle
@@ -124,6 +124,11 @@ class JobStep:
         """
         self._folder(name)
         version = _checked(version)
+        check_no_part(
+            value,
+            f"a value or a reference of one as the part {name!r}",
+            "keep(name) takes the part of the last committed step",
+        )
         ref = value if ray_calls.is_ref(value) else ray_calls.put(value, 0)
         line, attempt = self._line, self._opened.attempt
         line.call(

@@ -23,6 +23,7 @@ from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.format.recorded_metrics import RecordedMetric, metrics_of, recorded_in
 from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.job.part import check_run
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
 from ray_dcp.manager.metrics import check_metrics
 from ray_dcp.manager.reader_leases import ReaderLease
@@ -156,11 +157,12 @@ def follow(
         raise InvalidRequestError(
             f"metric must be the name of a metric, but is {metric!r}", key="metric"
         )
+    check_run(run)
     wanted, given = StepRange(newer_than=newer_than), None if trust is None else Trust(trust)
     return _follow(Root(absolute_target(run)), metric, wanted, timeout_s, poll_s, given)
 
 
-class _AnyNames(StepNames):
+class AnyNames(StepNames):
     """Names of step folders of any program: those that end in a number."""
 
     def step_of(self, name: str) -> int | None:
@@ -180,7 +182,7 @@ def _follow(
     catalogue: Catalogue | None = None
     since_s, wait = time.monotonic(), threading.Event().wait
     while True:
-        catalogue = look(root, _AnyNames(), catalogue)
+        catalogue = look(root, AnyNames(), catalogue)
         todo = [
             one
             for one in sorted(catalogue.folders.values(), key=lambda one: (one.step, one.name))
@@ -258,9 +260,10 @@ def record_metrics(run: AnyPlace, step: int, metrics: Mapping[str, Any]) -> None
         InvalidRequestError: The step is no integer from 0.
         CheckpointError: As for `FollowedStep.record`.
     """
+    check_run(run)
     StepNames().name_of(step)  # It raises for an invalid step.
     root = Root(absolute_target(run))
-    found = look(root, _AnyNames()).steps.get(step)
+    found = look(root, AnyNames()).steps.get(step)
     if found is None:
         raise CheckpointNotFoundError(f"expected step {step} in {root.url}, found none", step=step)
     _followed(root, found, None).record(metrics)

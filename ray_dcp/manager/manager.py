@@ -29,6 +29,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import STEP_NAME, StepNames
 from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.job.part import Part, check_no_part, check_run
 from ray_dcp.manager.background import Ended, Finisher, in_time
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.collective_actions import CollectiveActions, RestoreReport, SavedStep
@@ -77,6 +78,11 @@ def _close_all() -> None:
         except CheckpointError as error:
             logger.error("At the end of the process, of %r: %s", manager, error)
 
+
+_SAVE_PART = (
+    "a manager commits steps of its own: give the part to ray_dcp.save(state, checkpoint_id=part), "
+    "or async_save, on all ranks that save it"
+)
 
 DRAIN_S = 300.0
 """Maximum time that `join` waits for deletions, in seconds."""
@@ -192,6 +198,7 @@ class CheckpointManager:
             lease_s=lease_s,
             trust=trust_of(trust, hold_s),
         )
+        check_run(path)
         self._root = Root(target_of(path, None))
         self._exporter = None
         if export is not None:
@@ -234,6 +241,11 @@ class CheckpointManager:
     def retention(self) -> RetentionPolicy | None:
         """Which steps are kept; None if all are."""
         return self._settings.kept
+
+    @property
+    def order(self) -> Order:
+        """In which order steps are saved: "increasing" or "any"."""
+        return self._settings.order
 
     def all_steps(self) -> list[int]:
         """Scans the storage, and returns the committed steps in ascending order.
@@ -431,6 +443,7 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.save`; earlier steps are unchanged.
         """
         self._check_writable()
+        check_no_part(step, "the number of a step", _SAVE_PART)
         self._check_grouped()
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
         return self._actions.save(plain_integer(step), state_dict, force, told, progress)
@@ -468,6 +481,7 @@ class CheckpointManager:
             CheckpointError: As `save`, if the error occurs before the bytes are copied.
         """
         self._check_writable()
+        check_no_part(step, "the number of a step", _SAVE_PART)
         self._check_grouped()
         _close_at_exit(self)
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
@@ -535,7 +549,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        step: Wanted,
+        step: Wanted | Part,
         state_dict: Any,
         *,
         options: LoadOptions | None = None,
@@ -548,8 +562,10 @@ class CheckpointManager:
             step: Number of the step; "latest" for the newest committed one; "best" for the best one
                 by the metric of the retention's `BestN`; "auto" for the newest one that can be
                 loaded. "auto" skips damaged steps with a warning, the same on all ranks; they may
-                be saved again.
-            state_dict: As for `ray_dcp.load`; with `items`, a state dict for each requested item.
+                be saved again. A `Part` of a committed step of this run is loaded as that item of
+                that step.
+            state_dict: As for `ray_dcp.load`; with `items`, a state dict for each requested item,
+                and of a `Part`, the one of that item.
             options: Options of the load; those of the item if None.
             progress: As for `ray_dcp.load`; it names the item, or the step, that is loaded.
             trust: "latest", "best" and "auto" choose among the steps that are trusted; see
@@ -566,6 +582,18 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.load`.
         """
         self._check_open()
+        if isinstance(step, Part):
+            step.check_loadable()
+            if not step.url.startswith(f"{self.path.rstrip('/')}/"):
+                raise InvalidRequestError(
+                    f"expected a part of a step in {self.path}, but the part {step.name!r} of step "
+                    f"{step.step} lies in {step.url}; load it with ray_dcp.load(state, "
+                    f"checkpoint_id=part)",
+                    step=step.step,
+                    key=step.name,
+                )
+            state_dict = {step.name: state_dict}
+            step = step.step
         return self._actions.restore(
             plain_integer(step),
             state_dict,

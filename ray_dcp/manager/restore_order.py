@@ -10,6 +10,7 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     InvalidRequestError,
 )
+from ray_dcp.job.part import check_no_part
 from ray_dcp.manager.catalogue import Catalogue, StepFound
 from ray_dcp.manager.retention import (
     Mode,
@@ -158,6 +159,9 @@ def targets_of(
         )
     return [
         (name, items.get(name, Item()), place_below(folder, saved[name]), state_dict[name])
+    for name, state in state_dict.items():
+        way_out = "give the part in the place of the step: restore(part, state)"
+        check_no_part(state, f"a state dict to fill as item {name!r}", way_out)
         for name in sorted(saved)
         if name in state_dict
     ]

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.io.lease_holders import LEASE_S
+from ray_dcp.job.part import check_no_part
 from ray_dcp.manager.retention import (
     LatestN,
     Order,
@@ -286,6 +287,9 @@ def states_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:
         return {"": state_dict}
     missing, unknown = items.keys() - state_dict.keys(), state_dict.keys() - items.keys()
     if missing or unknown:
+    for name, state in state_dict.items():
+        way_out = "parts that other processes save are committed by JobCheckpoints"
+        check_no_part(state, f"a state dict as item {name!r}", way_out)
         raise InvalidRequestError(
             f"this manager saves the items {', '.join(items)}: state_dict must have a state for "
             f"each of them, but lacks {sorted(missing)} and has also {sorted(map(str, unknown))}",

@@ -106,7 +106,7 @@ def delete(
         if not is_known or place.foreign is not None:
             _check_deletable(place)
         # Why: what began since then may still be committed, unless another record ends it.
-        is_begun = expected == "" and attempts_of(place.sizes) - place.known
+        is_begun = expected == "" and bool(attempts_of(place.sizes) - place.known)
         # Why: of a step of items, only an info is there until its items are durable.
         is_begun = is_begun or any(slot >= place.standing.slot for slot in infos)
         if isinstance(place.standing.record, DeleteRecord) and not is_begun:

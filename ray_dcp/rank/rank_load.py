@@ -621,6 +621,7 @@ def load_newest_rank(
     steps: StepRange,
     timeout_s: float,
     load: Callable[[str, bool], Generator[Request, Reply, T]],
+    choose: Callable[[ListedRun], ListedRun] | None = None,
 ) -> Generator[Request, Reply, Newest[T]]:
     """Loads the newest step that can be loaded, as the part of one rank.
 
@@ -632,6 +633,7 @@ def load_newest_rank(
         steps: The steps that may be loaded; the same on all ranks.
         timeout_s: Deadline for all ranks to join, in seconds.
         load: As for `first_that_loads`, from a checkpoint id.
+        choose: Returns the listed run with some of its steps; called on rank 0, and may raise.
 
     Returns:
         A generator that returns the same step on every rank.
@@ -643,7 +645,7 @@ def load_newest_rank(
         CheckpointError: An error against which an older step does not help, with a note on each
             skipped step.
     """
-    names = yield from _agreed_names(key, rank, world_size, run, steps, timeout_s)
+    names = yield from _agreed_names(key, rank, world_size, run, steps, timeout_s, choose)
     ids = {names.checkpoint_id(folder.name): folder.step for folder in names.steps}
     found, skipped = yield from first_that_loads(ids, load)
     if found is None:
@@ -714,7 +716,13 @@ def falls_back(error: CheckpointError) -> bool:
 
 
 def _agreed_names(
-    key: OpKey, rank: int, world_size: int, run: Target, steps: StepRange, timeout_s: float
+    key: OpKey,
+    rank: int,
+    world_size: int,
+    run: Target,
+    steps: StepRange,
+    timeout_s: float,
+    choose: Callable[[ListedRun], ListedRun] | None,
 ) -> Generator[Request, Reply, ListedRun]:
     """Returns the steps to try, as listed by rank 0.
 
@@ -724,6 +732,7 @@ def _agreed_names(
 
     def listed() -> list[Any]:
         found = _candidates(run, steps)
+        found = found if choose is None else choose(found)
         return [found.url, [[folder.name, folder.step] for folder in found.steps]]
 
     tag = f"newest step{steps} of {run.url}"

@@ -14,7 +14,12 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.errors import CheckpointExistsError, StorageError
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.job.step_files import create_record
 from ray_dcp.place import step_deletion
 from ray_dcp.store.local import LocalStorage
@@ -326,3 +331,82 @@ def test_a_step_that_is_deleted_while_it_is_listed_is_not_damaged(
     found = {one.name: one.state for one in run_listing.list_checkpoints(run)}
     assert found["step-00000002"] == "deleted"
     assert found["step-00000001"] == "committed"
+
+
+def part_of(run: Path, name: str) -> ray_dcp.Part:
+    """Returns the token of a part of the newest step."""
+    with ray_dcp.JobCheckpoints(run, ("policy", "buffer"), read_only=True) as job:
+        last = job.latest()
+        assert last is not None
+        with last:
+            return last.part(name)
+
+
+def open_part(run: Path) -> ray_dcp.Part:
+    """Returns the token of a part of a step that is being saved."""
+    place = str(step(run, 4) / "policy")
+    return ray_dcp.Part(place, name="policy", step=4, attempt="0123456789abcdef")
+
+
+def into() -> dict[str, Any]:
+    return {"rows": torch.zeros(100), "at": 0}
+
+
+def test_the_newest_of_a_part_is_that_part_and_no_other(run: Path):
+    state = into()
+    report = ray_dcp.load_newest(state, part_of(run, "buffer"))
+    assert (report.step, report.skipped, state["at"]) == (2, (), 2)
+    assert report.checkpoint_id == str(step(run, 2) / "buffer")
+    for given in ({"at_most": 1}, {"newer_than": 0}, {"trust": "eval_ok"}):
+        with pytest.raises(InvalidRequestError, match=f"{next(iter(given))}= .*part of step 2"):
+            ray_dcp.load_newest(into(), part_of(run, "buffer"), **given)
+    with pytest.raises(InvalidRequestError, match="'policy' is one of step 4 while"):
+        ray_dcp.load_newest(into(), open_part(run))
+    # One of another moment would not go with the other parts.
+    buffer = part_of(run, "buffer")
+    next((step(run, 2) / "buffer").glob("*.distcp")).write_bytes(b"")
+    state = into()
+    with pytest.raises(DamagedCheckpointError, match="step-00000002/buffer"):
+        ray_dcp.load_newest(state, buffer)
+    assert state["at"] == 0
+
+
+def manager_of(run: Path, **given: Any) -> ray_dcp.CheckpointManager:
+    items = {"policy": ray_dcp.manager.Item(), "buffer": ray_dcp.manager.Item()}
+    given = {"items": items, **given}
+    return ray_dcp.CheckpointManager(run, no_dist=True, chkpt_on_preemption=False, **given)
+
+
+def test_a_manager_restores_the_item_that_a_part_names(run: Path):
+    with manager_of(run, read_only=True) as manager:
+        state = into()
+        report = manager.restore(part_of(run, "buffer"), state)
+        assert (report.step, [*report.reports], state["at"]) == (2, ["buffer"], 2)
+        with pytest.raises(InvalidRequestError, match="'policy' is one of step 4 while"):
+            manager.restore(open_part(run), into())
+        with pytest.raises(InvalidRequestError, match=r"as item 'buffer', found the part 'buffer'"):
+            manager.restore(2, {"buffer": part_of(run, "buffer")})
+        elsewhere = ray_dcp.Part(str(run.parent / "b" / "step-1" / "buffer"), name="buffer", step=1)
+        with pytest.raises(InvalidRequestError, match=r"part 'buffer' of step 1 lies in .*/b/step"):
+            manager.restore(elsewhere, into())
+
+
+def test_a_part_is_refused_by_name_where_none_can_be(run: Path):
+    part = part_of(run, "buffer")
+    is_no_run = r"expected a run, .* but 'buffer' is a part of step 2.*; give the run, .*/run \["
+    for use in (
+        manager_of,
+        lambda one: ray_dcp.JobCheckpoints(one, ("buffer",)),
+        ray_dcp.follow,
+        lambda one: ray_dcp.record_metrics(one, 2, {"loss": 1.0}),
+    ):
+        with pytest.raises(InvalidRequestError, match=is_no_run):
+            use(part)  # type: ignore[operator]
+    with manager_of(run) as manager:
+        for save in (manager.save, manager.save_async):
+            with pytest.raises(InvalidRequestError, match=r"a step, found the part 'buffer'.*save"):
+                save(part, {"policy": into(), "buffer": into()})
+            with pytest.raises(InvalidRequestError, match=r"as item 'buffer', found the part"):
+                save(9, {"policy": into(), "buffer": part})
+        assert manager.all_steps() == [1, 2]
+    assert not list((step(run, 2) / "buffer").glob("*/"))

@@ -49,6 +49,13 @@ def restored(run: Path, step: Any, **given: Any) -> int:
     return report.step
 
 
+def newest(run: Path, **given: Any) -> int | None:
+    into = state(0)
+    report = ray_dcp.load_newest(into, run, no_dist=True, **given)
+    assert into["w"][0] == report.step
+    return report.step
+
+
 def test_all_readers_find_the_same_newest_trusted_step(run: Path):
     with manager_of(run, read_only=True) as manager:
         assert manager.latest_step() == 50
@@ -57,6 +64,8 @@ def test_all_readers_find_the_same_newest_trusted_step(run: Path):
         assert list(manager.follow(trust=OK, timeout_s=0, newer_than=30)) == []
     assert [restored(run, step, trust=OK) for step in ("auto", "latest")] == [30, 30]
     assert followed(run, trust=OK) == [10, 30]
+    assert [newest(run, trust=OK, **more) for more in ({}, {"at_most": 29})] == [30, 10]
+    assert newest(run, trust=lambda facts: facts.metrics.get(OK) == 0) == 20
     view = ray_dcp.open(run)
     assert view.step("trusted").step == view.step(f"trusted:{OK}").step == 30
     assert ray_dcp.open_checkpoint(f"{run}@trusted")["w"][0] == 30
@@ -312,3 +321,15 @@ def check_pass(before: list[StepFacts], left: list[StepFacts], trust: Trust, now
     waits = [one for one in before if trust.verdict(one) is None]
     if trust.hold_s is not None:
         assert all(one in left for one in waits if now_s - one.created_s < trust.hold_s)
+
+
+def test_the_newest_trusted_step_is_loaded_past_one_that_is_damaged(run: Path):
+    data_file(run / "step-00000030").write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-00000010 instead of the newer"):
+        assert newest(run, trust=OK) == 10
+    with pytest.raises(CheckpointNotFoundError, match=r"trusted by 'eval_ok' .*newer than 30"):
+        newest(run, trust=OK, newer_than=30)
+    with pytest.raises(CheckpointNotFoundError, match=r"trusted by 'release'.*load without trust="):
+        newest(run, trust="release")
+    with pytest.raises(InvalidRequestError, match="trust must be the name"):
+        newest(run, trust=3)
