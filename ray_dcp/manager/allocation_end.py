@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 
+from ray_dcp.core.processes import begin, wait_any
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager.save_policies import BeforeEnd, seconds_of
 
@@ -14,6 +17,22 @@ logger = logging.getLogger(__name__)
 SLURM_END = "SLURM_JOB_END_TIME"
 """Variable in which Slurm gives the end of a job, in seconds since the epoch. A time limit that is
 changed later does not change it."""
+
+
+ANSWER_S = 1.0
+"""How long a decision waits for Ray's table of nodes, in seconds. *Why*: training goes on while the
+store of that table is away."""
+
+
+def node_of_ray() -> str:
+    """Returns the hex id of the node on which this process runs in a Ray; "" if it has none."""
+    # Why so: a process that never imported Ray need not do so now.
+    if "ray" not in sys.modules:
+        return ""
+    from ray_dcp.session import ray_calls
+
+    connection = ray_calls.this_connection()
+    return "" if connection is None else connection[0]
 
 
 class AllocationEnd:
@@ -27,18 +46,34 @@ class AllocationEnd:
         self._policies = policies
         self._slurm_s: float | None = None
         self._is_read = self._is_warned = False
+        self._nodes: frozenset[str] = frozenset()
+        self._asked: Future[dict[str, float]] | None = None
+        self._drained: Mapping[str, float] = {}
+        """What Ray said last."""
 
-    def seconds(self) -> float | None:
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether it matters on which nodes of a Ray the ranks run."""
+        return any(policy.end is None for policy in self._policies)
+
+    def seconds(self, nodes: Collection[str] | None = None) -> float | None:
         """Returns the earliest end, in seconds since the epoch; None if none is known.
 
         A function of the user's that fails is logged once, and knows no end.
+
+        Args:
+            nodes: Hex ids of the nodes of Ray on which the ranks run; those of the last call if
+                None.
         """
+        if nodes is not None:
+            self._nodes = frozenset(filter(None, nodes))
         ends = [end for policy in self._policies if (end := self._end_of(policy)) is not None]
         return min(ends, default=None)
 
     def _end_of(self, policy: BeforeEnd) -> float | None:
         if policy.end is None:
-            return self._slurm_end()
+            ends = (self._slurm_end(), self._drain_end())
+            return min((end for end in ends if end is not None), default=None)
         if not callable(policy.end):
             return seconds_of(policy.end)
         try:
@@ -56,9 +91,28 @@ class AllocationEnd:
             try:
                 self._slurm_s = seconds_of(float(text))
             except (ValueError, InvalidRequestError):
+                if self._nodes and not text:
+                    return None  # Ray tells when it drains one of them.
                 found = f"is {text!r}" if text else "is not set"
                 self._warn(f"{SLURM_END} {found} where rank 0 runs; give BeforeEnd(end=...)")
         return self._slurm_s
+
+    def _drain_end(self) -> float | None:
+        """Returns when the first node of a rank ends that Ray drains; None if it drains none."""
+        if not self._nodes:
+            return None
+        from ray_dcp.session import ray_calls
+
+        if self._asked is None:
+            self._asked = begin(ray_calls.draining_nodes, "ray_dcp drained nodes")
+        wait_any([self._asked], ANSWER_S)
+        if self._asked.done():
+            asked, self._asked = self._asked, None
+            if (error := asked.exception()) is None:
+                self._drained = asked.result()
+            else:
+                self._warn(f"Ray could not be asked which nodes it drains: {error}")
+        return min((self._drained[one] for one in self._nodes & {*self._drained}), default=None)
 
     def _warn(self, why: str) -> None:
         if not self._is_warned:

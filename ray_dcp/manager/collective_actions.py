@@ -30,6 +30,7 @@ from ray_dcp.errors import (
 from ray_dcp.events import contained
 from ray_dcp.loading import run_load
 from ray_dcp.manager.agreement import ASK_AGAIN_S, T, agree
+from ray_dcp.manager.allocation_end import node_of_ray
 from ray_dcp.manager.background import Finisher, in_time
 from ray_dcp.manager.catalogue import Root, StepFound, look_at_step
 from ray_dcp.manager.preemption import Preemption
@@ -110,6 +111,14 @@ class RestoreReport:
 @dataclass
 class CollectiveActions:
     """One rank's part in what the ranks of a manager do together."""
+def _any_told(facts: Sequence[Sequence[Any]]) -> bool:
+    return any(is_told for is_told, _ in facts)
+
+
+def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
+    return [node for _, node in facts]
+
+
 
     root: Root
     settings: Settings
@@ -142,14 +151,18 @@ class CollectiveActions:
         return bool(
             self.agree(
                 f"whether step {step} is due",
-                lambda preempted: self.writer.due(step, any(preempted)),
-                facts=self.preemption.is_told,
+                lambda found: self.writer.due(step, _any_told(found), nodes=_nodes(found)),
+                facts=self._facts(),
             )
         )
 
     def _due_alone(self, step: int) -> bool | None:
         """Returns whether a step is due; None if only the ranks together can decide that."""
         self.settings.names.name_of(step)
+    def _facts(self) -> list[Any]:
+        """Returns by what rank 0 decides whether a step is due: a notice, and a node of Ray."""
+        return [self.preemption.is_told, node_of_ray() if self.writer.needs_nodes else ""]
+
         policy = self.settings.policy
         if policy is None:
             return False
@@ -325,9 +338,9 @@ class CollectiveActions:
         )
         left = threading.Event()
 
-        def decide(preempted: Sequence[bool]) -> Mapping[str, Any] | None:
-            told = any(preempted)
-            if not self.writer.due(step, told, force=force):
+        def decide(facts: Sequence[Sequence[Any]]) -> tuple[Mapping[str, Any], bool] | None:
+            told = _any_told(facts)
+            if not self.writer.due(step, told, force=force, nodes=_nodes(facts)):
                 return None
             place = self.writer.begin(
                 step, preempted=told, wanted=lambda: not left.is_set(), **details
@@ -335,9 +348,7 @@ class CollectiveActions:
             return vars(place)
 
         try:
-            decided = self.agree(
-                f"saving step {step}", decide, facts=self.preemption.is_told, error=error
-            )
+            decided = self.agree(f"saving step {step}", decide, facts=self._facts(), error=error)
         except BaseException:
             left.set()
             self.writer.give_up(step)

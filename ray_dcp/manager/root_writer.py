@@ -178,13 +178,26 @@ class Writer:
             return next(iter([*reversed(self._begun), *reversed(loadable)]), None)
         return max({*loadable, *self.pending}, default=None)
 
-    def due(self, step: int, preempted: bool, *, force: bool = False) -> bool:
+    @property
+    def needs_nodes(self) -> bool:
+        """See `AllocationEnd`."""
+        return self._end.needs_nodes
+
+    def due(
+        self,
+        step: int,
+        preempted: bool,
+        *,
+        force: bool = False,
+        nodes: Collection[str] | None = None,
+    ) -> bool:
         """Returns whether a step is due.
 
         Args:
             step: The step.
             preempted: Whether a rank was notified that its machine is being taken away.
             force: Whether the step is due whatever the policy decides.
+            nodes: See `AllocationEnd.seconds`.
 
         Raises:
             StorageError: The storage can't be read.
@@ -194,7 +207,7 @@ class Writer:
             return force
         if not self._is_known and not asks_only_the_step(policy):
             self.look()
-        end_s = self._end.seconds()
+        end_s = self._end.seconds(nodes)
         with self.lock:
             self._costs.asked(step, time.monotonic(), saving=bool(self.pending))
             return bool(policy.due(self._facts(step, preempted, end_s)))

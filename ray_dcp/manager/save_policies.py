@@ -373,8 +373,8 @@ class BeforeEnd(_SavePolicy):
     Args:
         end: When the allocation ends: seconds since the epoch, or a datetime with a time zone; or a
             function that returns one of them or None, which rank 0 calls at each decision. By
-            default the environment's `SLURM_JOB_END_TIME`, as rank 0 has it. Of several ends in a
-            policy, the earliest counts.
+            default the environment's `SLURM_JOB_END_TIME`, as rank 0 has it, and the deadline of a
+            node of a rank that Ray drains. Of several ends, the earliest counts.
         least_s: How long a save takes at least, in seconds; also the length before one was
             measured.
 

@@ -569,6 +569,22 @@ def train_ranks() -> tuple[int, int, str] | None:
         return None
 
 
+@_needs("the table of nodes that are drained")
+def draining_nodes() -> dict[str, float]:
+    """Returns when the nodes end that Ray drains with a deadline, in seconds since the epoch.
+
+    By hex id; empty for a process without Ray. Blocks for about a millisecond.
+    """
+    from ray._private import state
+
+    if this_connection() is None:
+        return {}
+    with inside():
+        found: dict[str, int] = state.state.get_draining_nodes()
+    # Why above 0: that stands for a node that is drained until it is idle.
+    return {node: deadline_ms / 1000.0 for node, deadline_ms in found.items() if deadline_ms > 0}
+
+
 def store_bytes(node_id: str) -> float:
     """Returns the size of a node's object store, in bytes.
 

@@ -1,16 +1,21 @@
-"""Two nodes: a job that comes back on another one restores from the memory of the first."""
+"""Several nodes: memory that a job finds on others when it comes back, and one that is drained."""
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import ray
+import torch
+from ray.core.generated import autoscaler_pb2
 
 import ray_dcp
+from ray_dcp.manager import BeforeEnd, OnPreemption
 from ray_dcp.session import ray_calls
 from ray_dcp.session.names import kept_key
-from ray_dcp.worker_group import WorkerGroup
+from ray_dcp.worker_group import WorkerGroup, this_rank
 from tests.integration.test_memory_tier import spoil
 from tests.support.daemons import NODE, Daemons
 from tests.support.processes import eventually
@@ -100,3 +105,46 @@ def lent(node: str) -> list:
         for stager in stagers_on(node_ids()[node])
     ]
     return [borrower for found in ray.get(asked) for borrower in found]
+
+
+def drain(node_id: str, deadline_s: float) -> None:
+    """Drains a node, as a cloud's notice or `ray drain-node` does."""
+    gcs = ray.get_runtime_context().gcs_address
+    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + deadline_s) * 1000)
+    assert ray._raylet.GcsClient(address=gcs).drain_node(node_id, preempted, "", deadline_ms)[0]
+
+
+def made_managers(root: Path) -> list[ray_dcp.CheckpointManager]:
+    end = ray_dcp.CheckpointManager(
+        root / "end", save_policy=BeforeEnd(least_s=500.0), chkpt_on_preemption=False
+    )
+    return [end, ray_dcp.CheckpointManager(root / "signal", save_policy=OnPreemption())]
+
+
+def are_due(step: int) -> list[bool]:
+    rank = this_rank()
+    assert rank is not None
+    return [manager.should_save(step) for manager in rank.state]
+
+
+def saved_at(step: int) -> list[int]:
+    rank = this_rank()
+    assert rank is not None
+    end, _ = rank.state
+    assert end.save(step, {"w": torch.ones(2)})
+    return end.all_steps()
+
+
+def test_a_save_is_due_before_the_end_of_a_node_that_ray_drains(cluster, tmp_path):
+    leaving = cluster.add_node(**{**NODE, "resources": {"leaving": 2}})
+    with ranks_on("leaving", 2) as ranks:
+        ranks.keep(made_managers, tmp_path)
+        assert ranks.run(are_due, 1) == [[False, False]] * 2
+        # Two saves of 500 s fit just so.
+        drain(leaving.node_id, 1000.0)
+        # Ray sends no signal, so that a policy of signals knows of nothing.
+        assert ranks.run(are_due, 1) == [[True, False]] * 2
+        assert ranks.run(saved_at, 1) == [[1]] * 2
+        assert ranks.run(are_due, 2) == [[False, False]] * 2
+    cluster.remove_node(leaving)
