@@ -19,10 +19,11 @@ import logging
 import math
 import time
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ray_dcp import events
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import (
     CheckpointError,
@@ -31,6 +32,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
     SaveCancelledError,
+    StorageError,
 )
 from ray_dcp.integrations import ray_train
 from ray_dcp.integrations.ray_train import (
@@ -41,15 +43,20 @@ from ray_dcp.integrations.ray_train import (
     parse,
 )
 from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, save_fits
+from ray_dcp.job.part import check_no_part
+from ray_dcp.job.value import read_value, save_values, value_ref
 from ray_dcp.manager.background import Ended, Finisher
-from ray_dcp.manager.collective_actions import CollectiveActions
+from ray_dcp.manager.collective_actions import CollectiveActions, RestoreReport
 from ray_dcp.manager.preemption import Preemption
-from ray_dcp.manager.retention import RetentionPolicy
+from ray_dcp.manager.reader_leases import ReaderLease
+from ray_dcp.manager.retention import RetentionPolicy, Trust, TrustRule
 from ray_dcp.manager.save_policies import EverySteps, SaveFacts
-from ray_dcp.manager.settings import Item, Settings
+from ray_dcp.manager.settings import Item, Settings, check_item_name, trust_of
+from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.options import LoadOptions, SaveOptions, check_whole, plain_integer
 from ray_dcp.saving import warm_staging
 from ray_dcp.stage.memory_tier import memory_of
+from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.view.progress import ShowProgress
@@ -91,6 +98,31 @@ def _refuse_fresh_start(path: str | None, url: str, error: CheckpointNotFoundErr
     ) from error
 
 
+_OTHER_RUN = (
+    "the steps of a Ray Train run are its own: give the part to ray_dcp.async_save(state, "
+    "checkpoint_id=part), or to load, in train_fn, on all workers"
+)
+
+
+def _check_parts(parts: object) -> None:
+    """Checks the names of the parts of a step, and that none is the token of another step's part.
+
+    Raises:
+        InvalidRequestError: A name or a value is invalid.
+    """
+    if parts is None:
+        return
+    if not isinstance(parts, Mapping):
+        raise InvalidRequestError(
+            f"parts must be a dict of names to references or values, as {{'buffer': ref}}, but is "
+            f"a {type(parts).__name__}",
+            key="parts",
+        )
+    for name, value in parts.items():
+        check_item_name(name)
+        check_no_part(value, f"a reference or a value as the part {name!r}", _OTHER_RUN)
+
+
 _SLACK = 1.5
 """Minimum time between reports, in poll intervals of the controller. *Why above 1*: the duration of
 a poll adds to the interval."""
@@ -129,6 +161,7 @@ class Checkpointer:
 
     Attributes:
         restored: Report of the last `restore` on this rank; None if nothing was restored.
+        restored_parts: Places of the parts of the restored step, by name; see `ref` and `value`.
     """
 
     def __init__(
@@ -140,6 +173,9 @@ class Checkpointer:
         check_preemption_every: int = 0,
     ) -> None:
         self.restored: LoadReport | None = None
+        self.restored_parts: Mapping[str, Target] = {}
+        self._lease: ReaderLease | None = None
+        """Protects a restored step with parts, which are read later. On rank 0."""
         self._facts = facts
         self._group = group
         self._folder = folder
@@ -177,7 +213,11 @@ class Checkpointer:
         return self._root.url
 
     def restore(
-        self, state: MutableMapping[str, Any], *, progress: ShowProgress = False
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        progress: ShowProgress = False,
+        trust: TrustRule | None = None,
     ) -> int | None:
         """Loads the newest committed step of the run into a state, in place; returns its number.
 
@@ -189,39 +229,71 @@ class Checkpointer:
         A later call waits for the saves in progress and returns to the newest step; the next step
         to save must be newer than that one.
 
+        Parts that were saved with the step are verified before it is chosen, and then given by
+        `ref` and `value`. The step is not deleted before the checkpointer is closed.
+
         Args:
             state: As for `save`. Modules and optimizers are loaded in place; other values that are
                 not `Stateful` are replaced.
             progress: As for `ray_dcp.load`.
+            trust: Restore the newest step that is trusted: the name of a metric or a tag, or a
+                function of `StepFacts`, as for `CheckpointManager`. That of rank 0 counts.
 
         Returns:
             The step; None if nothing was ever committed in this run.
 
         Raises:
             CheckpointNotFoundError: Ray Train has registered a checkpoint of this run, but none
-                exists: its files were removed, or another program saved it.
+                exists: its files were removed, or another program saved it. Or there are steps,
+                but none is trusted.
             DamagedCheckpointError: All steps are damaged.
             CheckpointError: As for `ray_dcp.load_newest`.
         """
         self._check_open()
+        check_no_part(state, "the state of this rank", _OTHER_RUN)
+        trusted = None if trust is None else Trust(trust)
         self._process(self._actions.finisher.ended())
         registered = ray_train.registered()
         timeout_s = self._settings.options.plan_timeout_s
         memory_of(self._group.session).await_staged(self.url, timeout_s, Stop())
         try:
-            report = self._actions.restore("auto", state, None, progress)
+            report = self._actions.restore("auto", state, None, progress, trusted)
         except CheckpointNotFoundError as error:
+            if error.key == "trust":
+                raise  # Why not anew: what was trained since would be lost without a word.
             _refuse_fresh_start(registered, self.url, error)
             logger.info("Nothing is committed in %s: the run begins", self.url)
             self._warm(state)
             return None
         self.restored = report.report
+        self._hold_parts(report)
         self._warm(state)
-        self._register(report.checkpoint_id, registered)
+        self._register(report.checkpoint_id, registered, trusted)
         self._last_step = report.step
         self._decided = (-1, False, None)
         REQUESTS.went_back(report.step, self._owner)
         return report.step
+
+    def ref(self, name: str, *, node_id: str = "") -> Any:
+        """Returns an `ObjectRef` of a part of the restored step, which a task reads.
+
+        Args:
+            name: Name of the part.
+            node_id: Hex id of the node on which it is read; "" for any.
+
+        Raises:
+            InvalidRequestError: The restored step has no such part.
+        """
+        return value_ref(self._part(name), node_id)
+
+    def value(self, name: str) -> Any:
+        """Returns the value of a part of the restored step, read by this process.
+
+        Raises:
+            InvalidRequestError: The restored step has no such part.
+            CheckpointError: As `ray_dcp.read_state_dict`.
+        """
+        return read_value(self._part(name))
 
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save this step, the same on all ranks.
@@ -253,11 +325,13 @@ class Checkpointer:
         *,
         force: bool = False,
         validation: Any = False,
+        parts: Mapping[str, Any] | None = None,
     ) -> bool:
         """Saves a state in the background if its step is due. Call it after every step.
 
-        Returns once the bytes are copied. After the commit, a later call reports the checkpoint to
-        Ray Train on all ranks, with `NO_UPLOAD`, the metrics and the step.
+        Returns once the bytes are copied, and the parts are durable. After the commit, a later call
+        reports the checkpoint to Ray Train on all ranks, with `NO_UPLOAD`, the metrics and the
+        step.
 
         A step is due if it is a multiple of `save_interval`, or if the run is about to be resized
         or a node is preempted (`SaveBeforeResize`).
@@ -273,6 +347,10 @@ class Checkpointer:
                 run the function of the trainer's `ValidationConfig` on this checkpoint. The step is
                 then always reported, and not deleted before the validation has ended; what that
                 returns are metrics of the step. Must be the same on all ranks.
+            parts: What is committed with the state, by name: an `ObjectRef`, such as that of an
+                actor's answer, or a value. A task on a node that has the object writes it, as a
+                checkpoint in the step's folder; if one fails, the step is not saved. Those of rank
+                0 are used. Ask `should_save` first where they are expensive to make.
 
         Returns:
             Whether the step was due or forced.
@@ -282,10 +360,12 @@ class Checkpointer:
             RankDisagreementError: The ranks do not save the same steps.
             CheckpointError: With `on_error="raise"`: this save or an earlier one failed.
         """
+        check_no_part(step, "the number of a step", _OTHER_RUN)
         step = plain_integer(step)
         self._check_new(step)
         told = ray_train.check_metrics(metrics)
         check_mapping(state)
+        _check_parts(parts)
         due = self.should_save(step)
         request = self._decided[2]
         if not due and not force:
@@ -299,7 +379,7 @@ class Checkpointer:
         self._begun[step] = begun
         committed = False
         try:
-            refused = self._start_save(step, state, told, waits=request is not None)
+            refused = self._start_save(step, state, told, parts, waits=request is not None)
             begun.stage_s = time.monotonic() - begun.begun_s
             max_pending = self._settings.options.max_pending
             ended = self._actions.finisher.ended(0 if lingers else max_pending) + refused
@@ -345,13 +425,31 @@ class Checkpointer:
     # Saves and their outcomes
 
     def _start_save(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        parts: Mapping[str, Any] | None,
+        *,
+        waits: bool,
     ) -> list[Ended]:
         """Starts a save; returns its outcome if it failed to start."""
-        details = {"metrics": ray_train.numbers_in(metrics)}
+        parts = parts or {}
+        details = {"metrics": ray_train.numbers_in(metrics), "parts": sorted(parts)}
         options = {"when_full": "wait"} if waits else {}
+
+        def save_parts(place: StepTarget) -> None:
+            folder = self._root.below(place.name)
+            save_values(
+                parts,
+                step,
+                lambda name: place_below(folder, place.folder_of(name)),
+                self._settings.options,
+            )
+
+        save = save_parts if parts else None
         try:
-            if not self._actions.save_async(step, state, True, details, **options):
+            if not self._actions.save_async(step, state, True, details, save, **options):
                 self._begun.pop(step)  # Skipped by `when_full`.
             return []
         except CheckpointError as error:
@@ -424,7 +522,38 @@ class Checkpointer:
         if self._facts.rank == 0:
             self._group.writer.remover.wake()
 
-    def _register(self, checkpoint_id: str, registered: str | None) -> None:
+    def _hold_parts(self, report: RestoreReport) -> None:
+        """Keeps the places of a restored step's parts, and on rank 0 a lease on the step."""
+        self._let_go()
+        folder = replace(self._root.target, url=report.checkpoint_id)
+        self.restored_parts = {n: place_below(folder, one) for n, one in report.items.items()}
+        if self.restored_parts and self._facts.rank == 0:
+            lease = ReaderLease(self._root, report.step, lease_s=self._settings.lease_s)
+            try:
+                lease.__enter__()
+                self._lease = lease
+            except StorageError as error:
+                # Why not raised: what can be read is given.
+                logger.info("Step %d is read without a lease: %s", report.step, error)
+
+    def _let_go(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.__exit__()
+
+    def _part(self, name: str) -> Target:
+        if name not in self.restored_parts:
+            there = ", ".join(self.restored_parts) or "no parts"
+            raise InvalidRequestError(
+                f"the step that was restored has {there}, but was asked for {name!r}; give it to "
+                f"save(step, state, parts={{{name!r}: ref}})",
+                key=str(name),
+            )
+        return self.restored_parts[name]
+
+    def _register(
+        self, checkpoint_id: str, registered: str | None, trust: Trust | None = None
+    ) -> None:
         """Reports the restored checkpoint unless Ray Train has registered it or a newer one."""
         folder, known = parse(checkpoint_id), parse(registered or "")
         if folder is None or folder.name == self._settings.names.name_of(folder.step):
@@ -433,6 +562,8 @@ class Checkpointer:
             found = self._group.writer.catalogue.steps.get(folder.step)
             metrics = found.info.metrics if found is not None and found.info is not None else {}
             self._report(folder.step, folder.name, {**metrics, "step": folder.step})
+        elif known.step > folder.step and trust is not None:
+            logger.info("Restored step %d, the newest that is trusted", folder.step)
         elif known.step > folder.step:
             self._warn(
                 f"Restored step {folder.step}, although Ray Train has registered the newer step "
@@ -481,6 +612,7 @@ class Checkpointer:
 
     def _leave(self, timeout_s: float) -> None:
         self._closed = True
+        self._let_go()
         REQUESTS.close(self._owner)
         self._group.leave(timeout_s)
 
@@ -514,6 +646,8 @@ def checkpointer(
     storage_options: Mapping[str, object] | None = None,
     check_preemption_every: int = 0,
     retention: RetentionPolicy | None = None,
+    trust: TrustRule | None = None,
+    hold_s: float | None = None,
 ) -> Checkpointer:
     """Returns the checkpointer of the Ray Train run that this worker belongs to.
 
@@ -542,6 +676,9 @@ def checkpointer(
             of `max_to_keep`: `LatestN(2) | BestN(1, "val_loss")`. Metrics are the numbers given to
             `save` and those that Ray Train's validation of the step returned. Steps without a
             metric are not among its best.
+        trust: Which steps are trusted, as for `ray_dcp.CheckpointManager`: retention always keeps
+            the newest of them. Not with `CheckpointConfig(num_to_keep=...)`.
+        hold_s: Retention keeps a step without a verdict by `trust` for so long, in seconds.
 
     Raises:
         InvalidRequestError: This is not a Ray Train worker, or an argument is invalid.
@@ -572,8 +709,21 @@ def checkpointer(
         load_options=LoadOptions() if load_options is None else load_options,
     )
     # Why any order: a run that begins anew beside older steps is only warned.
-    settings = Settings(policy=EverySteps(save_interval), items={"": item}, order="any")
+    settings = Settings(
+        policy=EverySteps(save_interval),
+        items={"": item},
+        order="any",
+        trust=trust_of(trust, hold_s),
+        parts_beside=True,
+    )
     facts = ray_train.run_facts()
+    if trust is not None and facts.num_to_keep is not None:
+        raise InvalidRequestError(
+            f"trust= keeps the newest trusted step, but by "
+            f"CheckpointConfig(num_to_keep={facts.num_to_keep}) Ray Train deletes it without "
+            f"asking. Leave that out, and give max_to_keep= or retention= here",
+            key="trust",
+        )
     needed = needed_steps(max_to_keep, retention, facts.num_to_keep)
     group = join(facts, folder, settings, needed, storage_options)
     return Checkpointer(facts, group, folder, on_error, check_preemption_every)

@@ -44,7 +44,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import check_file_key
 from ray_dcp.manager.collective_actions import RestoreReport
 from ray_dcp.manager.manager import CheckpointManager
-from ray_dcp.manager.retention import rankings
+from ray_dcp.manager.retention import Trust, TrustRule, rankings
 from ray_dcp.options import LoadOptions
 from ray_dcp.saving import CheckpointId
 from ray_dcp.torch_adapter.state import PerRank
@@ -84,13 +84,21 @@ class RayDcpCallback(TrainerCallback):
         resume: Restore before the first step: `"auto"`, the newest step that can be loaded, if any;
             `"latest"`, the newest step, or raise; `"never"`, do not restore. A restored step
             replaces the checkpoint that is given to `Trainer.train(resume_from_checkpoint)`.
+        trust: Resume from the newest step that is trusted: the name of a metric or a tag, or a
+            function of `StepFacts`, as for `CheckpointManager`. The manager needs `order="any"`,
+            as untrusted steps that are newer stay.
 
     Raises:
-        InvalidRequestError: `manager` is not a `CheckpointManager`, or `resume` is invalid.
+        InvalidRequestError: `manager` is not a `CheckpointManager`, or `resume` or `trust` is
+            invalid.
     """
 
     def __init__(
-        self, manager: CheckpointManager, *, resume: Literal["auto", "latest", "never"] = "auto"
+        self,
+        manager: CheckpointManager,
+        *,
+        resume: Literal["auto", "latest", "never"] = "auto",
+        trust: TrustRule | None = None,
     ) -> None:
         if not isinstance(manager, CheckpointManager):
             raise InvalidRequestError(
@@ -100,7 +108,17 @@ class RayDcpCallback(TrainerCallback):
             raise InvalidRequestError(
                 f"resume must be 'auto', 'latest' or 'never', but is {resume!r}", key="resume"
             )
+        if trust is not None:
+            Trust(trust)
+            if manager.order != "any":
+                raise InvalidRequestError(
+                    "trust= resumes from a step that may be older than others, which stay, so that "
+                    "the next one is refused by a manager of increasing steps; make it with "
+                    'order="any"',
+                    key="trust",
+                )
         self._manager = manager
+        self._trust = trust
         self._resume = resume
         self._run: _Run | None = None
         self._files: dict[str, bytes] | None = None
@@ -145,9 +163,9 @@ class RayDcpCallback(TrainerCallback):
         # Why "auto" again: weights may be damaged where the Trainer's state is not.
         wanted: Any = self._resume if run.saved is None or run.falls_back else run.saved.step
         try:
-            report = self._manager.restore(wanted, found)
-        except CheckpointNotFoundError:
-            if self._resume == "latest":
+            report = self._manager.restore(wanted, found, trust=self._trust_for(wanted))
+        except CheckpointNotFoundError as error:
+            if self._resume == "latest" or error.key == "trust":
                 raise
             return
         if run.saved is None or report.step != run.saved.step:
@@ -224,13 +242,22 @@ class RayDcpCallback(TrainerCallback):
         found: dict[str, Any] = {**dict.fromkeys(COUNTERS), "state": "", "rank": mine}
         try:
             report = self._manager.restore(
-                wanted, {"trainer": found}, options=LoadOptions(strict=False)
+                wanted,
+                {"trainer": found},
+                options=LoadOptions(strict=False),
+                trust=self._trust_for(wanted),
             )
-        except CheckpointNotFoundError:
-            if wanted == "auto":
+        except CheckpointNotFoundError as error:
+            # Why not anew without a verdict: what was trained would be lost without a word.
+            if wanted == "auto" and error.key != "trust":
                 return None
             raise
         return _Saved.of(report.step, found, mine.value or {}, trainer)
+
+    def _trust_for(self, wanted: Any) -> TrustRule | None:
+        """Returns by what a step is chosen; None for one that is chosen by its number."""
+        has_saved = self._run is not None and self._run.has_saved
+        return self._trust if isinstance(wanted, str) and not has_saved else None
 
     def _extend(self, run: _Run, hooks: ExitStack) -> None:
         """Extends methods of the Trainer until `hooks` is closed."""

@@ -49,6 +49,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import StepNames
 from ray_dcp.io.lease_holders import this_process
+from ray_dcp.job.part import check_no_part
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.metrics import beyond_floats
 from ray_dcp.manager.retention import RetentionPolicy, StepFacts, answers_of
@@ -386,6 +387,12 @@ def check_folder(folder: object) -> str:
         'checkpoints'
     """
     if not isinstance(folder, str) or _PART.fullmatch(folder) is None:
+        check_no_part(
+            folder,
+            "the name of a folder in the run of Ray Train",
+            "give the part to ray_dcp.async_save(state, checkpoint_id=part), or to load, in "
+            "train_fn, on all workers",
+        )
         raise InvalidRequestError(
             f"folder must be the name of a folder in the run's own storage (1 to 64 letters, "
             f"digits, '.', '_' or '-'), but is {folder!r}. Ray Train registers checkpoints inside "

@@ -45,7 +45,7 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
     after a newer one is committed, so that `keep_latest_k` never deletes the last valid step.
 
     Args:
-        config: Options of torchtitan's base class, `async_mode` and `unchanged`.
+        config: Options of torchtitan's base class, `async_mode`, `unchanged`, `trust` and `hold_s`.
         dataloader: Data loader of the trainer.
         model_parts: Modules of the trainer.
         optimizers: Optimizers of the trainer; a `Stateful`.
@@ -67,6 +67,11 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         """`"async"`: training continues while a step is written."""
         unchanged: Literal["write", "link"] = "write"
         """See `SaveOptions.unchanged`."""
+        trust: str | None = None
+        """Name of the metric or tag by which a step is trusted: the newest such step is kept, and
+        is the one that is loaded. Newer steps stay, and are replaced as training goes on."""
+        hold_s: float | None = None
+        """How long a step without a verdict by `trust` is kept, in seconds."""
 
     def __init__(
         self,
@@ -112,6 +117,10 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
             chkpt_on_preemption=False,
             also_read=("step-{step}",),
             item=Item(save_options=SaveOptions(unchanged=config.unchanged)),
+            # Why: after a trusted step, those that come next have numbers that exist already.
+            order="any" if config.trust else "increasing",
+            trust=config.trust,
+            hold_s=config.hold_s,
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -180,10 +189,13 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         # Why: step 0 is a seed checkpoint, of which torchtitan loads the model alone.
         is_seed = max(steps, default=0) == 0 if step == -1 else step == 0
         state = dict(self._model().state_dict()) if is_seed else self._whole_state(loading=True)
+        # Why not of a seed: it is there before anything is evaluated.
+        trust = None if is_seed or step != -1 else self._config.trust
         try:
-            self._manager.restore("auto" if step == -1 else step, state)
-        except CheckpointNotFoundError:
-            if step != -1:
+            self._manager.restore("auto" if step == -1 else step, state, trust=trust)
+        except CheckpointNotFoundError as error:
+            # Why not anew without a verdict: what was trained would be lost without a word.
+            if step != -1 or error.key == "trust":
                 raise
             return False
         self._model().load_state_dict(state)

@@ -7,7 +7,7 @@ the object, which the store then keeps whatever becomes of its owner, and writes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.options import SaveOptions
+from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.saving import run_save
 from ray_dcp.session import ray_calls
 from ray_dcp.session.session import InlineSession
@@ -41,8 +42,12 @@ def is_state_dict(value: object) -> bool:
     Examples:
         >>> is_state_dict({"next": 5}), is_state_dict({}), is_state_dict([5])
         (True, False, False)
+        >>> is_state_dict({"value": 5})  # so that what has this name alone is wrapped
+        False
     """
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
+    if not isinstance(value, dict) or not value or [*value] == [WRAPPED]:
+        return False
+    return all(isinstance(key, str) for key in value)
 
 
 class ValueWriter:
@@ -63,13 +68,7 @@ class ValueWriter:
         Raises:
             ParticipantError: The task that makes the value failed, or the value is lost.
         """
-        try:
-            value = self._values[attempt] = ray_calls.get(refs[0])
-        except RayTaskError as error:
-            cause = f"{type(error.cause).__name__}: {error.cause}"
-            raise _not_given(name, step, f"the task that makes it raised {cause}") from None
-        except Exception as error:  # noqa: BLE001 - Ray's errors and those of unpickling alike
-            raise _not_given(name, step, f"{type(error).__name__}: {error}") from None
+        value = self._values[attempt] = _given(name, step, refs)
         return not is_state_dict(value)
 
     def write(
@@ -87,20 +86,39 @@ class ValueWriter:
             CheckpointError: As `save`.
         """
         variables.become()
-        value = self._values[attempt]
-        run_save(
-            decide_save(None, None, target),
-            InlineSession("value"),
-            value if is_state_dict(value) else {WRAPPED: value},
-            options,
-            target,
-            stateful=False,
-            attempt=attempt,
-        )
+        _write(self._values[attempt], target, attempt, options)
 
     def drop(self, attempt: str) -> None:
         """Lets a value go."""
         self._values.pop(attempt, None)
+
+
+def _given(name: str, step: int, refs: Sequence[Any]) -> Any:
+    """Returns the value of a reference.
+
+    Raises:
+        ParticipantError: The task that makes the value failed, or the value is lost.
+    """
+    try:
+        return ray_calls.get(refs[0])
+    except RayTaskError as error:
+        cause = f"{type(error.cause).__name__}: {error.cause}"
+        raise _not_given(name, step, f"the task that makes it raised {cause}") from None
+    except Exception as error:  # noqa: BLE001 - Ray's errors and those of unpickling alike
+        raise _not_given(name, step, f"{type(error).__name__}: {error}") from None
+
+
+def _write(value: Any, target: Target, attempt: str, options: SaveOptions) -> None:
+    """Writes a value as a checkpoint; returns when it is committed."""
+    run_save(
+        decide_save(None, None, target),
+        InlineSession("value"),
+        value if is_state_dict(value) else {WRAPPED: value},
+        options,
+        target,
+        stateful=False,
+        attempt=attempt,
+    )
 
 
 def _not_given(name: str, step: int, why: str) -> ParticipantError:
@@ -153,27 +171,86 @@ class ValueWriters:
         return self._made[node]
 
 
-def read_value(place: AnyPlace, *, is_wrapped: bool) -> Any:
+def save_values(
+    values: Mapping[str, Any], step: int, place_of: Callable[[str], Target], options: SaveOptions
+) -> None:
+    """Writes values by tasks on nodes that have them; returns when all are committed.
+
+    Args:
+        values: A reference or a value of each part, by name.
+        step: Number of the step.
+        place_of: Returns the place of a part.
+        options: As for `save`.
+
+    Raises:
+        ParticipantError: A task that makes or writes a value failed.
+        CheckpointError: As `save`.
+    """
+    task: Any = ray.remote(_with_variables)
+    variables, writes = ray_calls.storage_variables(), {}
+    for name, value in values.items():
+        ref = value if ray_calls.is_ref(value) else ray_calls.put(value, 0)
+        work = partial(_save_value, name, step, place_of(name), options, [ref])
+        # Why no retries: the step fails by name instead, and the first writer may still live.
+        run = task.options(num_cpus=0, max_retries=0, scheduling_strategy=_beside(ref)).remote
+        writes[name] = run(variables, work)
+    failed = [error for name, ref in writes.items() if (error := _error_of(name, step, ref))]
+    if failed:
+        # Why after all: what is being written would be there again after it was deleted.
+        raise failed[0]
+
+
+def _error_of(name: str, step: int, written: Any) -> CheckpointError | None:
+    """Returns why a value was not written; None if it was."""
+    try:
+        ray_calls.get(written)
+    except RayTaskError as error:
+        if isinstance(error.cause, CheckpointError):
+            return error.cause
+        return _not_given(name, step, f"{type(error.cause).__name__}: {error.cause}")
+    except RayError as error:
+        return _not_given(name, step, f"its writer died: {error}")
+    return None
+
+
+def _save_value(
+    name: str, step: int, target: Target, options: SaveOptions, refs: Sequence[Any]
+) -> None:
+    _write(_given(name, step, refs), target, new_attempt(), options)
+
+
+def _beside(ref: Any) -> Any:
+    """Returns a node that has an object, or will make it: the default if that is not known yet."""
+    # Why wait: where an object lies is known when it is there.
+    ray_calls.wait([ref], num_returns=1, timeout=None)
+    nodes = ray_calls.nodes_with(ref)
+    # Why soft: the node may be gone by now, and another one fetches the object then.
+    return NodeAffinitySchedulingStrategy(nodes[0], soft=True) if nodes else "DEFAULT"
+
+
+def read_value(place: AnyPlace, *, is_wrapped: bool | None = None) -> Any:
     """Returns the value of a part: tensors are tensors, as they were saved.
 
     Args:
         place: Place of the part.
-        is_wrapped: Whether it was wrapped when it was saved.
+        is_wrapped: Whether it was wrapped when it was saved; None if its names say so.
 
     Raises:
         CheckpointError: As `read_state_dict`.
     """
     found = read_state_dict(place)
+    if is_wrapped is None:
+        is_wrapped = {*found} == {WRAPPED}
     return found[WRAPPED] if is_wrapped else found
 
 
-def value_ref(place: AnyPlace, node: str, *, is_wrapped: bool) -> Any:
+def value_ref(place: AnyPlace, node: str, *, is_wrapped: bool | None = None) -> Any:
     """Returns the reference of a task that reads a value.
 
     Args:
         place: Place of the part.
         node: Hex id of the node that should read it; "" for any.
-        is_wrapped: Whether it was wrapped when it was saved.
+        is_wrapped: As for `read_value`.
     """
     where: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
     task: Any = ray.remote(_with_variables)

@@ -54,6 +54,7 @@ from ray_dcp.torch_adapter.dispatch import decide_load, decide_save
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.view.progress import ShowProgress
+from ray_dcp.view.verify import verify
 from ray_dcp.view.wording import seconds_text, size_text
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class RestoreReport:
     """Path or URL of its folder."""
     reports: Mapping[str, LoadReport]
     """The report of each item by name; that of a step of one state is under ""."""
+    items: Mapping[str, str] = field(default_factory=dict)
+    """Folder of each item or part of the step, below its folder; empty for a step of one state."""
     skipped: tuple[tuple[int, CheckpointError], ...] = ()
     """`(step, error)` of newer steps that `auto` could not load, newest first; equal on all
     ranks."""
@@ -108,9 +111,6 @@ class RestoreReport:
         return next(iter(self.reports.values()))
 
 
-@dataclass
-class CollectiveActions:
-    """One rank's part in what the ranks of a manager do together."""
 def _any_told(facts: Sequence[Sequence[Any]]) -> bool:
     return any(is_told for is_told, _ in facts)
 
@@ -119,6 +119,9 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
     return [node for _, node in facts]
 
 
+@dataclass
+class CollectiveActions:
+    """One rank's part in what the ranks of a manager do together."""
 
     root: Root
     settings: Settings
@@ -156,13 +159,13 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             )
         )
 
-    def _due_alone(self, step: int) -> bool | None:
-        """Returns whether a step is due; None if only the ranks together can decide that."""
-        self.settings.names.name_of(step)
     def _facts(self) -> list[Any]:
         """Returns by what rank 0 decides whether a step is due: a notice, and a node of Ray."""
         return [self.preemption.is_told, node_of_ray() if self.writer.needs_nodes else ""]
 
+    def _due_alone(self, step: int) -> bool | None:
+        """Returns whether a step is due; None if only the ranks together can decide that."""
+        self.settings.names.name_of(step)
         policy = self.settings.policy
         if policy is None:
             return False
@@ -237,6 +240,7 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
         state_dict: Any,
         force: bool,
         details: Mapping[str, Any],
+        save_parts: Callable[[StepTarget], object] | None = None,
         **options: Any,
     ) -> bool:
         """Saves a step in the background if it is due; returns once its bytes are copied.
@@ -246,6 +250,8 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             state_dict: As given to `CheckpointManager.save_async`.
             force: Whether to save the step even if it is not due.
             details: Metrics, metadata, tags and whether to replace; see `Writer.begin`.
+            save_parts: Saves parts beside the state of the step; called on rank 0 alone. The state
+                is saved, and the step committed, when they are durable.
             **options: Fields of `SaveOptions` that replace those of the items.
 
         Returns:
@@ -255,7 +261,7 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
         Raises:
             CheckpointError: As `CheckpointManager.save_async`.
         """
-        place, states = self._begin_step(step, state_dict, force, details)
+        place, states = self._begin_step(step, state_dict, force, details, save_parts)
         if place is None:
             return False
         try:
@@ -323,7 +329,12 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             raise
 
     def _begin_step(
-        self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool,
+        details: Mapping[str, Any],
+        save_parts: Callable[[StepTarget], object] | None = None,
     ) -> tuple[StepTarget | None, dict[str, Any]]:
         """Begins a step that is due; returns its place (None if it is not), and states by item."""
         self.settings.names.name_of(step)
@@ -345,7 +356,7 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             place = self.writer.begin(
                 step, preempted=told, wanted=lambda: not left.is_set(), **details
             )
-            return vars(place)
+            return vars(place), save_parts is not None
 
         try:
             decided = self.agree(f"saving step {step}", decide, facts=self._facts(), error=error)
@@ -355,7 +366,35 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             raise
         if decided is None:
             return None, {}
-        return StepTarget(**decided), states or {}
+        fields, has_parts = decided
+        place = StepTarget(**fields)
+        if has_parts:
+            self._save_parts(place, save_parts)
+        return place, states or {}
+
+    def _save_parts(
+        self, place: StepTarget, save_parts: Callable[[StepTarget], object] | None
+    ) -> None:
+        """Saves the parts beside the state of a step on rank 0, while the others wait.
+
+        Raises:
+            CheckpointError: A part can't be saved; the same on all ranks.
+        """
+        options = self.settings.options
+
+        def decide(_: Sequence[Any]) -> None:
+            if save_parts is not None:
+                save_parts(place)
+
+        try:
+            self.agree(
+                f"the parts of step {place.step}",
+                decide,
+                timeout_s=options.plan_timeout_s + options.write_timeout_s,
+            )
+        except BaseException:
+            with self._record_outcome(place):
+                raise
 
     def _run_item(
         self,
@@ -506,6 +545,8 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             overwritten: defaultdict[str, set[str]] = defaultdict(set)
 
             def load(step: int, is_late: bool = False) -> dict[str, LoadReport]:
+                if self.settings.parts_beside and tries[step][1]:
+                    self._check_parts(step, *tries[step])
                 parts = targets_of(*tries[step], self.settings, state_dict, step)
                 return self._load(step, parts, options, overwritten, is_late, progress)
 
@@ -524,8 +565,31 @@ def _nodes(facts: Sequence[Sequence[Any]]) -> list[str]:
             reports={
                 part: replace(report, step=step, skipped=paths) for part, report in reports.items()
             },
+            items=tries[step][1],
             skipped=tuple(skipped),
         )
+
+    def _check_parts(self, step: int, folder: Target, parts: Mapping[str, str]) -> None:
+        """Raises on all ranks if a part beside the state of a step is damaged; rank 0 reads them.
+
+        Raises:
+            DamagedCheckpointError: One is.
+            StorageError: The storage can't read one.
+        """
+        options = self.settings.items[""].load_options
+
+        def decide(_: Sequence[Any]) -> None:
+            for name, part in parts.items() if options.verify != "never" else ():
+                place = place_below(folder, part)
+                report = verify(place)
+                if report.unread:
+                    told = f"the part {name!r} can't be verified: {report.unread[0]}"
+                    raise StorageError(told, checkpoint_id=place.url, step=step)
+                if report.problems:
+                    told = f"the part {name!r} is damaged: {report.problems[0]}"
+                    raise DamagedCheckpointError(told, checkpoint_id=place.url, step=step)
+
+        self.agree(f"the parts of step {step}", decide, timeout_s=options.read_timeout_s)
 
     def _record_load(
         self,

@@ -117,6 +117,8 @@ def candidates(
         f"expected {what.get(str(wanted), f'step {wanted}')}{trusted} in {url}, found {found}",
         checkpoint_id=url,
         step=step,
+        # Why: who restores may tell that there are steps, and none has the verdict.
+        key="trust" if trusted else None,
     )
 
 
@@ -137,7 +139,7 @@ def targets_of(
             `state_dict` is no mapping of items.
     """
     items = settings.named
-    if not items and not saved:
+    if not items and (not saved or settings.parts_beside):
         return [("", settings.items[""], folder, state_dict)]
     if not items or not saved:
         there = f"the items {', '.join(sorted(saved))}" if saved else "one state without items"
@@ -157,11 +159,11 @@ def targets_of(
             f"{', '.join(unknown) or 'none'}; ask for any of those that it has",
             step=step,
         )
-    return [
-        (name, items.get(name, Item()), place_below(folder, saved[name]), state_dict[name])
     for name, state in state_dict.items():
         way_out = "give the part in the place of the step: restore(part, state)"
         check_no_part(state, f"a state dict to fill as item {name!r}", way_out)
+    return [
+        (name, items.get(name, Item()), place_below(folder, saved[name]), state_dict[name])
         for name in sorted(saved)
         if name in state_dict
     ]

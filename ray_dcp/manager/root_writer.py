@@ -244,6 +244,7 @@ class Writer:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         tags: Collection[str] = (),
+        parts: Collection[str] = (),
         wanted: Callable[[], bool] = lambda: True,
     ) -> StepTarget:
         """Starts the save of a step: writes its info and tags, and returns its place.
@@ -255,6 +256,7 @@ class Writer:
             metrics: Metrics of the step, by name.
             metadata: The user's metadata.
             tags: Tags to add.
+            parts: Names of parts that are saved beside the state of the step.
             wanted: Whether the caller still waits for the result.
 
         Raises:
@@ -297,7 +299,7 @@ class Writer:
                 created_s=place.created_s,
                 metrics=metrics,
                 metadata=metadata,
-                items={name: place.folder_of(name) for name in self._settings.named},
+                items={name: place.folder_of(name) for name in (*self._settings.named, *parts)},
                 # Why: the clock may have been set back, or have been another machine's.
                 order_s=None if place.created_s > latest_s else math.nextafter(latest_s, math.inf),
             )
@@ -352,6 +354,9 @@ class Writer:
                 self._durable_s = time.monotonic() - self._last_begun_s
             # Why: if the step was due because of a preemption, the next step is due now.
             self._preemption_saved = self._preemption_saved and committed is not False
+            if committed is False and info is not None and info.items:
+                # Its items, if there are any, go when a later step is committed.
+                self.catalogue.leftovers[place.name] = place.step
         try:
             if committed is False:
                 if added:
@@ -381,7 +386,7 @@ class Writer:
             self._after_commit(found.step)
             if is_full or self._waits_for_metrics:
                 self.remover.wake()
-            if place.last_slot and found.info is not None and self._settings.named:
+            if place.last_slot and found.info is not None and found.info.items:
                 remove_replaced_items(self.root, place, found.info)
             if self._unpublished >= PUBLISH_EVERY:
                 self._publish()

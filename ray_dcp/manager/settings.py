@@ -106,6 +106,8 @@ class Settings:
     lease_s: float = LEASE_S
     trust: Trust | None = None
     """Which steps are trusted; None if nothing is known of that."""
+    parts_beside: bool = False
+    """Whether the items of a step are parts beside a state of its own, and no states themselves."""
 
     def __post_init__(self) -> None:
         set_checked(
@@ -285,11 +287,11 @@ def states_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:
         )
     if "" in items:
         return {"": state_dict}
-    missing, unknown = items.keys() - state_dict.keys(), state_dict.keys() - items.keys()
-    if missing or unknown:
     for name, state in state_dict.items():
         way_out = "parts that other processes save are committed by JobCheckpoints"
         check_no_part(state, f"a state dict as item {name!r}", way_out)
+    missing, unknown = items.keys() - state_dict.keys(), state_dict.keys() - items.keys()
+    if missing or unknown:
         raise InvalidRequestError(
             f"this manager saves the items {', '.join(items)}: state_dict must have a state for "
             f"each of them, but lacks {sorted(missing)} and has also {sorted(map(str, unknown))}",

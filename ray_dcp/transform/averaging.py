@@ -63,7 +63,7 @@ from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.run_view import open as open_place
-from ray_dcp.view.verify import items_of
+from ray_dcp.view.verify import items_instead
 from ray_dcp.view.wording import size_text
 
 BOX_BYTES = 8 << 20
@@ -354,7 +354,7 @@ def _open(source: AnyPlace | CheckpointView) -> CheckpointView:
             f"steps, such as {view.url}@{last.name if last.step is None else last.step}",
             key="sources",
         )
-    if items := items_of(view.storage, view.checkpoint):
+    if items := items_instead(view.storage, view.checkpoint):
         raise InvalidRequestError(
             f"expected a checkpoint of one state as source, but {view.url} has the items "
             f"{', '.join(items)}: average these folders one by one",

@@ -25,7 +25,7 @@ from ray_dcp.transform.copying import check_free
 from ray_dcp.transform.free_space import check_free_bytes, check_space
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.progress import Meter
-from ray_dcp.view.verify import items_of
+from ray_dcp.view.verify import items_instead
 
 
 def check_still_stands(view: CheckpointView) -> None:
@@ -43,7 +43,7 @@ def check_still_stands(view: CheckpointView) -> None:
 
 def check_one_state(view: CheckpointView) -> None:
     """Raises for a step of several items, whose own checkpoint has only their names."""
-    if items := items_of(view.storage, view.checkpoint):
+    if items := items_instead(view.storage, view.checkpoint):
         raise InvalidRequestError(
             f"expected a checkpoint of one state as source, but {view.url} has the items "
             f"{', '.join(items)}, each a folder in it: take these one by one",

@@ -60,7 +60,7 @@ from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
 from ray_dcp.view.run_listing import num_ranks, rank_of_file, read_trace
 from ray_dcp.view.step_part import StepPart
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
-from ray_dcp.view.verify import VerifyReport, named_items, verify_opened
+from ray_dcp.view.verify import VerifyReport, has_names_alone, named_items, verify_opened
 from ray_dcp.view.wording import count_text, nearest, size_text
 
 
@@ -304,7 +304,7 @@ class CheckpointView:
             StorageError: It can't be read.
         """
         items = named_items(self.storage, self.checkpoint)
-        is_of_job = bool(items) and KEY in self.objects
+        is_of_job = bool(items) and KEY in self.objects and has_names_alone(self.checkpoint)
         told = decode_parts(_plain_value(self.read_object(KEY)[0])) if is_of_job else {}
         found = dict[str, StepPart]()
         for name, folder in items.items():

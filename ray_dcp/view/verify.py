@@ -33,6 +33,7 @@ from ray_dcp.errors import (
     DamagedCheckpointError,
     StorageError,
 )
+from ray_dcp.format.job_parts import KEY
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, slot_of
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
@@ -337,6 +338,24 @@ def named_items(storage: Storage, checkpoint: Checkpoint) -> Mapping[str, str]:
     slots = [info_slot(entry.key) for entry in storage.list("step-info-")]
     info = info_below(storage, "", slots, checkpoint.slot)
     return {} if info is None else info.items
+
+
+def items_instead(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns the folders of the items of a step that has no state of its own beside them.
+
+    The checkpoint of such a step has only their names; that of a step of a Ray Train run, whose
+    workers save parts with their state, is that state.
+
+    Raises:
+        CheckpointError: As `named_items`.
+    """
+    return items_of(storage, checkpoint) if has_names_alone(checkpoint) else ()
+
+
+def has_names_alone(checkpoint: Checkpoint) -> bool:
+    """Returns whether a checkpoint is that of a step which only names its items."""
+    names = checkpoint.table.names
+    return all(name in ("step", KEY) or name.startswith("items.") for name in names)
 
 
 def _open_problem(storage: Storage, error: DamagedCheckpointError) -> Problem:

@@ -270,6 +270,31 @@ def test_a_hugging_face_trainer_goes_back_if_the_weights_of_its_newest_step_are_
     assert resumed == whole
 
 
+def test_a_hugging_face_trainer_goes_on_from_the_newest_step_that_is_trusted(tmp_path):
+    def fit(steps, trust, **given):
+        given = {"order": "any", "max_to_keep": 1, "trust": "ok", **given}
+        with CheckpointManager(tmp_path, 2, chkpt_on_preemption=False, **given) as manager:
+            callback = RayDcpCallback(manager, trust=trust)
+            hf_trainer.made(tmp_path, manager, callback=callback, max_steps=steps).train()
+            manager.join()
+            return callback.restored, manager.all_steps()
+
+    assert fit(2, "ok") == (None, [2])
+    # Without a verdict it does not begin anew beside what is there.
+    with pytest.raises(CheckpointNotFoundError, match=r"trusted by 'ok' .* without such a verdict"):
+        fit(4, "ok")
+    ray_dcp.record_metrics(tmp_path, 2, {"ok": 1})
+    restored, steps = fit(6, None)
+    assert (restored.step, steps) == (2, [2, 6])
+    restored, steps = fit(4, "ok")
+    assert restored.step == 2
+    assert 2 in steps
+    with pytest.raises(InvalidRequestError, match=r'order="any"'):
+        fit(4, "ok", order="increasing")
+    with pytest.raises(InvalidRequestError, match="trust must be"):
+        fit(4, 5)
+
+
 def test_a_hugging_face_run_of_which_only_counters_were_saved_goes_on(tmp_path):
     # As earlier versions of the callback saved it: without what the Trainer logs.
     with CheckpointManager(tmp_path / "run", chkpt_on_preemption=False) as manager:
@@ -458,6 +483,19 @@ def test_a_torchtitan_run_begins_and_ends_with_a_hugging_face_model(tmp_path, mo
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         with pytest.raises(InvalidRequestError, match=f"{name} needs an sd_adapter"):
             Trainer(tmp_path / "c", **{name: True})
+
+
+def test_torchtitan_goes_on_from_the_newest_step_that_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(titan.installed())
+    Trainer = example("torchtitan_manager.py")["Trainer"]  # noqa: N806 - a class
+    assert Trainer(tmp_path / "run", trust="ok").train(8) is None
+    with pytest.raises(CheckpointNotFoundError, match=r"trusted by 'ok' .* without such a verdict"):
+        Trainer(tmp_path / "run", trust="ok").train(8)
+    ray_dcp.record_metrics(tmp_path / "run", 6, {"ok": 1})
+    assert [Trainer(tmp_path / "run", trust="ok").train(steps) for steps in (10, 14)] == [6, 6]
+    # The newest trusted step is kept, whatever follows.
+    steps = {one.step for one in ray_dcp.open_run(tmp_path / "run") if one.is_readable}
+    assert {6, 14} <= steps
 
 
 def test_a_seed_checkpoint_of_torchtitan_gives_the_model_alone(tmp_path, monkeypatch):

@@ -206,6 +206,87 @@ def check_session(told: list[dict[str, Any]], address: str, size: int = 2) -> No
     assert eventually(lambda: not coordinator_lives(told[0]["session"]))
 
 
+def rows_of(step: int) -> dict[str, Any]:
+    """Returns what a buffer's actor would."""
+    return {"rows": torch.full((1 << 15,), float(step)), "at": step}
+
+
+def fail() -> None:
+    raise ValueError("the buffer is empty")
+
+
+def train_with_parts(config: dict[str, str]) -> None:
+    import torch.distributed as dist
+
+    folder, rank = config["folder"], dist.get_rank()
+    rows, failing = ray.remote(rows_of), ray.remote(fail)
+    state = {"w": torch.zeros(4)}
+
+    def restored(ckpt: Any) -> None:
+        state["w"].fill_(9)
+        done = ckpt.restore(state)
+        buffer = ray.get(ckpt.ref("buffer"))
+        found = [done, state["w"][0].item(), buffer["rows"][-1].item(), buffer["at"]]
+        note(folder, rank, found=[*found, ckpt.value("cursor"), [*ckpt.restored_parts]])
+
+    with ray_dcp.train.checkpointer(on_error="raise", max_to_keep=1) as ckpt:
+        for step in (1, 2):
+            state["w"].fill_(step)
+            parts = {"buffer": rows.remote(step), "cursor": {"value": [step]}}
+            ckpt.save(step, state, parts=parts if rank == 0 else None)
+        try:
+            ckpt.save(3, state, parts={"buffer": failing.remote(), "cursor": 3})
+        except ray_dcp.CheckpointError as error:
+            note(folder, rank, failed=str(error))
+        restored(ckpt)
+        for step in (4, 5):
+            state["w"].fill_(step)
+            ckpt.save(step, state, parts={"buffer": rows.remote(step), "cursor": {"value": step}})
+        ckpt.save(6, {"w": torch.full((4,), 6.0)})
+        note(folder, rank, url=ckpt.url)
+    # As the next worker group does, of which a part of the newest step is damaged.
+    with ray_dcp.train.checkpointer() as ckpt:
+        assert ckpt.restore(state) == 6
+        assert not ckpt.restored_parts
+        ckpt.save(7, state, parts={"buffer": rows.remote(7), "cursor": 7})
+        ckpt.save(8, state, parts={"buffer": rows.remote(8), "cursor": 8})
+    if rank == 0:
+        (data,) = Path(ckpt.url).glob("*-step-00000008/buffer/*.distcp")
+        data.write_bytes(data.read_bytes()[:-4096])
+    dist.barrier()
+    with ray_dcp.train.checkpointer() as ckpt:
+        restored(ckpt)
+
+
+def test_parts_are_committed_with_the_ranks_state_and_come_back(train_ray, tmp_path):
+    fit(train_with_parts, tmp_path, 2)
+    failed = [one["failed"] for one in notes(tmp_path, "failed")]
+    assert len(failed) == 2
+    assert all("value of the part 'buffer', but the task" in one for one in failed)
+    assert all("ValueError: the buffer is empty" in one for one in failed)
+    found = [one["found"] for one in notes(tmp_path, "found")]
+    both = ["buffer", "cursor"]
+    first, second = [2, 2.0, 2.0, 2, {"value": [2]}, both], [7, 6.0, 7.0, 7, 7, both]
+    assert found == [first, first, second, second]
+    # Each step is a checkpoint by itself, with its parts beside.
+    (url, _) = (one["url"] for one in notes(tmp_path, "url"))
+    run = ray_dcp.open_run(url)
+    assert [one.step for one in run if one.is_readable and not one.is_item] == [2, 6, 7]
+    # Of the step whose buffer failed, the other part went with the next commits.
+    assert not list(Path(url).glob("*-step-00000003/**/*.distcp"))
+    assert run.step(8).state == "damaged"
+    assert "buffer" in run.step(8).detail
+    assert sorted(run.step(7).parts) == both
+    state = {"w": torch.zeros(4)}
+    assert ray_dcp.load_newest(state, url, at_most=7, no_dist=True).step == 7
+    assert state["w"].tolist() == [6.0] * 4
+    assert ray_dcp.verify(run.step(7).path).ok
+    mean = ray_dcp.average([run.step(6).path, run.step(7).path], tmp_path / "mean")
+    assert mean.averaged == ("w",)
+    ray_dcp.delete(run.step(7).path)
+    assert not list(Path(url).glob("*-step-00000007/**/*.distcp"))
+
+
 def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, folder, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", f"{__name__}.{SavesThenKills.__name__}")
     monkeypatch.setenv("NOTES_OF_THE_RUN", str(folder))

@@ -785,3 +785,55 @@ def test_after_the_last_save_that_fits_the_ranks_wait_for_the_node_to_go(
     group.requests.took(stage_s=0.1, commit_s=400.0)
     assert group.save(6).linger_s > 900.0
     assert eventually(lambda: preemption_threads() == [])
+
+
+# --- trusted steps, and parts ---------------------------------------------------------------------
+
+
+def test_the_newest_trusted_step_comes_back_and_none_is_an_error(make: Make, train: Train):
+    with make(trust="ok", max_to_keep=1) as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save(step, state(step), {"ok": float(step == 2)})
+        url = ckpt.url
+    # Retention keeps the newest of them.
+    assert [one.step for one in ray_dcp.open_run(url) if one.is_readable] == [2, 4]
+    found = state()
+    train.registered = f"{url}/{ray_dcp.open_run(url)['latest'].url.rpartition('/')[2]}"
+    with make(trust="ok") as ckpt:
+        assert ckpt.restore(found, trust="ok") == 2
+        assert found["w"].tolist() == [2.0] * 4
+        assert ckpt.restore(found) == 4
+        for rule in ("release", lambda facts: facts.step > 4):
+            with pytest.raises(errors.CheckpointNotFoundError, match="without such a verdict"):
+                ckpt.restore(found, trust=rule)
+    with make(folder="other") as ckpt:
+        train.registered = None
+        assert ckpt.restore(found, trust="ok") is None
+    train.facts = replace(train.facts, num_to_keep=2)
+    with pytest.raises(errors.InvalidRequestError, match=r"trust= .*num_to_keep=2.* deletes it"):
+        make(trust="ok")
+    with pytest.raises(errors.InvalidRequestError, match="needs trust="):
+        make(hold_s=5.0)
+
+
+def test_a_part_of_a_job_is_refused_by_name(make: Make):
+    part = ray_dcp.Part("/run/step-1/policy", name="policy", step=1)
+    told = r"found the part 'policy' of step 1; .*async_save\(state, checkpoint_id=part\)"
+    with pytest.raises(errors.InvalidRequestError, match=told):
+        make(folder=part)
+    with make() as ckpt:
+        uses: list[Callable[[], Any]] = [
+            lambda: ckpt.save(part, state()),  # type: ignore[arg-type]
+            lambda: ckpt.save(1, state(), parts={"buffer": part}),
+            lambda: ckpt.restore(part),  # type: ignore[arg-type]
+        ]
+        for use in uses:
+            with pytest.raises(errors.InvalidRequestError, match=told):
+                use()
+        with pytest.raises(errors.InvalidRequestError, match="name of an item must be"):
+            ckpt.save(1, state(), parts={"a/b": 1})
+        with pytest.raises(errors.InvalidRequestError, match="parts must be a dict"):
+            ckpt.save(1, state(), parts=[1])  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidRequestError, match=r"has no parts, but .* 'buffer'"):
+            ckpt.value("buffer")
+        assert not list(Path(ckpt.url).glob("*-step-*"))

@@ -68,6 +68,7 @@ def made(
     folder: Path,
     manager: CheckpointManager,
     *others: transformers.TrainerCallback,
+    callback: RayDcpCallback | None = None,
     **arguments: Any,
 ) -> transformers.Trainer:
     """Returns a Trainer on 40 samples in batches of 4, as a fresh process makes it.
@@ -99,7 +100,7 @@ def made(
         train_dataset=items,
         eval_dataset=items[:12],
         callbacks=[
-            RayDcpCallback(manager),
+            RayDcpCallback(manager) if callback is None else callback,
             transformers.EarlyStoppingCallback(early_stopping_patience=3),
             *others,
         ],
