@@ -182,7 +182,7 @@ class SaveReceipt:
 class PartsHeld:
     """Stager → coordinator: it holds a rank's bytes, and will write them even if the rank dies.
 
-    Sent before training continues on the rank. Reply: `Ack`.
+    Training continues on the rank once the stager has the reply, `Ack`.
     """
 
     key: OpKey
@@ -224,8 +224,9 @@ class SaveStaged:
     attempt: str
     epoch: int
     error: CheckpointError | None = None
-    held: PartsHeld | None = None
-    """The last `PartsHeld` for these bytes, which a restarted coordinator may not have received."""
+    stager: str = ""
+    """Name of the stager that has the bytes, which a restarted coordinator has to ask; empty if the
+    rank has no bytes."""
 
 
 @dataclass(frozen=True)

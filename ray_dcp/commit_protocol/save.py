@@ -222,6 +222,8 @@ class SaveMachine(Operation):
         self._left: dict[int, set[int]] = {}
         self._holders: dict[int, set[str]] = {}
         self._staged: set[int] = set()
+        self._outlived: set[int] = set()
+        """Ranks that were lost while a stager held their bytes."""
 
     # Queries
 
@@ -418,6 +420,7 @@ class SaveMachine(Operation):
             return super()._on_lost(errors)
         if self.phase != "writing":
             return ()
+        self._outlived |= errors.keys() & self._holders.keys()
         # Why not the others: stagers hold their bytes, and write them however slow they are.
         return super()._on_lost({r: e for r, e in errors.items() if r not in self._holders})
 
@@ -572,8 +575,8 @@ class SaveMachine(Operation):
         self._log(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
         self._waiting[rank, step_of(staged)] = None
         self._staged.add(rank)
-        if staged.held is not None:
-            self._holders.setdefault(rank, set()).add(staged.held.stager)
+        if staged.stager:
+            self._holders.setdefault(rank, set()).add(staged.stager)
         if staged.error is not None:
             self._barrier.note(rank, staged.error)
             return self._check_barrier()
@@ -600,6 +603,12 @@ class SaveMachine(Operation):
             self._holders[rank].discard(stager)
         # Why possible: a rank turns to another stager while the first may still be reported.
         ranks = [rank for rank in ranks if not self._holders[rank]]
+        for rank in [*ranks]:
+            # Why: it may have died before the rank had its answer. A rank that lives and is not
+            # staged has its bytes still, and stages them at another one.
+            if rank not in self._staged and rank not in self._outlived:
+                ranks.remove(rank)
+                del self._holders[rank]
         if not ranks:
             return ()
         self._log(f"lost stager {stager}")
@@ -784,4 +793,5 @@ class SaveMachine(Operation):
         self._left.clear()
         self._holders.clear()
         self._staged.clear()
+        self._outlived.clear()
         return super()._end(phase)

@@ -10,10 +10,10 @@ only share a name agree on a session, without a process group. `coordinator_of` 
 of a session's coordinator, and creates it if there is none.
 
 `StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, with about
-a byte for each row, and the next coordinator resumes them. A rank gets its `Ack`, and its handle is
-staged, only when the control store has the plan and names the rank's stager. The storage overrules
-a plan: the commit is the same vote as ever. `StagerWatch` asks the stagers that hold bytes of a
-save whether they live, and marks those lost that died or froze.
+a byte for each row, and the next coordinator resumes them. A stager gets its `Ack`, and the handle
+of its rank is staged, only when the control store has the plan. The storage overrules a plan: the
+commit is the same vote as ever. `StagerWatch` asks the stagers that hold bytes of a save whether
+they live, and marks those lost that died or froze.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from ray_dcp.commit_protocol.commands import Command
+from ray_dcp.commit_protocol.commands import Answer, Command
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import HeartbeatAck
 from ray_dcp.commit_protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
@@ -44,8 +44,9 @@ from ray_dcp.commit_protocol.messages import (
     PartsHeld,
     Reply,
     Request,
-    SaveStaged,
+    SaveGo,
 )
+from ray_dcp.commit_protocol.save import StagedPlan
 from ray_dcp.coordinator.loop import CoordinatorLoop, Member
 from ray_dcp.errors import (
     CheckpointError,
@@ -59,9 +60,11 @@ from ray_dcp.session.names import (
     actor_of,
     coordinator_name,
     epoch_key,
+    parts_of,
     pulse_name,
     roster_key,
     staged_plan_name,
+    stagers_key,
 )
 from ray_dcp.session.ray_calls import Caller
 from ray_dcp.session.session import MOST_CALLS
@@ -87,7 +90,6 @@ class StagerWatch:
         coordination: Receives the losses.
         carry_out: Executes its commands.
         namespace: Ray namespace of the stagers.
-        lost: Called for each lost stager, before `coordination` receives the loss.
         clock: Returns the seconds in which this process could receive messages
             (`liveness.AwakeClock`).
     """
@@ -97,13 +99,11 @@ class StagerWatch:
         coordination: Coordination,
         carry_out: Callable[[tuple[Command, ...]], None],
         namespace: str,
-        lost: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
-        self._on_lost = lost
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
         self._lost: set[str] = set()
@@ -166,32 +166,30 @@ class StagerWatch:
                     for key, ranks in self._coordination.held_by(name).items()
                 ),
             )
-        self._on_lost(name)
         self._carry_out(self._coordination.stager_lost(name, why))
 
 
-@dataclass
-class _Saved:
-    """One save: its plan, and the stagers that hold its bytes."""
+ASK_S = 5.0
+"""How long a stager may take to tell a new coordinator what it holds, in seconds, before it is
+asked again later: it may be frozen, or be that of another job."""
 
-    plan: str
-    """`StagedPlan`, pickled, in base64."""
-    silent_s: float
-    """Silence, in seconds, after which a stager counts as lost."""
-    holders: list[str] = field(default_factory=list)
-    kept: int = 0
-    """Number of holders that the control store has, with the plan; 0 before it has either."""
-    resumed: tuple[int, str] | None = None
-    """Epoch and attempt, if an earlier coordinator planned the save."""
-    unasked: list[str] = field(default_factory=list)
-    """Stagers that have to repeat their reports to the earlier coordinator."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+@dataclass
+class _Resumed:
+    """A save that an earlier coordinator planned."""
+
+    epoch: int
+    """Epoch of that coordinator, which is in the names of shares."""
+    attempt: str
+    answered: set[str] = field(default_factory=set)
+    """Actor names of the stagers that have answered, or are gone."""
 
 
 class StagedPlans:
     """The plans of a coordinator's asynchronous saves, kept in Ray's control store.
 
-    The control store has one entry for each save: its plan, and the stagers that hold its bytes.
+    The control store has one entry for each save, written once, while ranks stage: its plan. Who
+    has its bytes is not written down: the next coordinator asks all stagers of the namespace.
     Used in the event loop's thread.
 
     Args:
@@ -212,60 +210,48 @@ class StagedPlans:
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
-        self._saved: dict[OpKey, _Saved] = {}
+        self._stored: dict[OpKey, asyncio.Future[bool]] = {}
+        """For each save, whether the control store has its plan."""
+        self._resumed: dict[OpKey, _Resumed] = {}
         self._turn = asyncio.Lock()
 
-    def note(self, held: PartsHeld) -> bool:
-        """Records that a stager holds bytes of a save; returns whether `keep` has to be called."""
-        saved = self._saved.get(held.key)
-        if saved is None:
-            planned = self._coordination.staged_plan(held.key)
-            if planned is None:
-                return False
-            data = pickle.dumps(planned, pickle.HIGHEST_PROTOCOL)
-            saved = self._saved[held.key] = _Saved(
-                b64encode(data).decode(), planned.first.options.heartbeat_timeout_s
-            )
-        if held.stager in saved.holders:
-            return False
-        saved.holders.append(held.stager)
-        if saved.resumed is not None:
-            saved.unasked.append(held.stager)
-        return True
+    def begin(self, key: OpKey) -> None:
+        """Begins to store the plan of a save, if it is asynchronous and planned."""
+        if key in self._stored:
+            return
+        planned = self._coordination.staged_plan(key)
+        if planned is not None:
+            self._stored[key] = asyncio.ensure_future(self._store(planned))
 
-    async def hold(self, held: PartsHeld) -> None:
-        """Returns when another coordinator would find the plan and ask the stager.
+    async def hold(self, key: OpKey) -> None:
+        """Returns when another coordinator would find the plan of a save.
 
-        If the control store accepts neither, a warning is logged.
+        If the control store does not accept it, a warning is logged.
         """
-        self.note(held)
-        saved = self._saved.get(held.key)
-        if saved is not None:
-            async with saved.turn:
-                await self._keep(held.key, saved)
-
-    def lost(self, stager: str) -> None:
-        """Records that a stager is lost: it is not asked any more."""
-        for saved in self._saved.values():
-            saved.unasked = [one for one in saved.unasked if one != stager]
+        self.begin(key)
+        if key in self._stored:
+            await asyncio.wait([self._stored[key]])
 
     @property
     def is_busy(self) -> bool:
         """Whether `keep` is running, or has nothing to do."""
-        return self._turn.locked() or not self._saved
+        return self._turn.locked() or not self._stored
 
     async def keep(self) -> None:
-        """Stores plans and holders for the next coordinator; removes those of ended saves."""
+        """Stores plans that were not accepted, asks stagers, and removes plans of ended saves."""
         async with self._turn:
-            for key, saved in list(self._saved.items()):
-                async with saved.turn:
-                    if key not in self._coordination.active:
-                        del self._saved[key]
-                        with suppress(CheckpointError, RayError):
-                            await asyncio.to_thread(ray_calls.remember, self._name(key), "")
-                        continue
-                    await self._ask_stagers(key, saved)
-                    await self._keep(key, saved)
+            for key, stored in list(self._stored.items()):
+                await asyncio.wait([stored])
+                if key not in self._coordination.active:
+                    del self._stored[key]
+                    self._resumed.pop(key, None)
+                    with suppress(CheckpointError, RayError):
+                        await asyncio.to_thread(ray_calls.remember, self._name(key), "")
+                    continue
+                await self._ask_stagers(key)
+                if not stored.result():
+                    del self._stored[key]
+                    await self.hold(key)
 
     async def resume(self) -> None:
         """Resumes the saves that an earlier coordinator of this name planned and did not end."""
@@ -276,16 +262,16 @@ class StagedPlans:
             except (CheckpointError, RayError) as error:
                 logger.warning("A staged save was not resumed after a restart: %r", error)
 
-    async def _keep(self, key: OpKey, saved: _Saved) -> None:
-        """Stores the plan and all holders, unless the control store has them."""
-        number = len(saved.holders)
-        if key not in self._coordination.active or saved.kept == number:
-            return
-        text = json.dumps([saved.plan, *saved.holders])
+    async def _store(self, planned: StagedPlan) -> bool:
+        key = planned.first.key
+
+        def write() -> None:
+            data = pickle.dumps(planned, pickle.HIGHEST_PROTOCOL)
+            ray_calls.remember(self._name(key), b64encode(data).decode())
+
         try:
-            await asyncio.to_thread(ray_calls.remember, self._name(key), text)
-            saved.kept = number
-        except (CheckpointError, RayError) as error:
+            await asyncio.to_thread(write)
+        except Exception as error:  # noqa: BLE001 - the save goes on
             logger.warning(
                 "Operation %d of session %s is lost if its coordinator dies: Ray's control store "
                 "did not take its plan (%r); it is asked again",
@@ -293,25 +279,21 @@ class StagedPlans:
                 key.session,
                 error,
             )
+            return False
+        return True
 
     async def _resume(self, name: str) -> None:
         text = await asyncio.to_thread(ray_calls.recall, name)
         if not text:
             return
-        plan, *holders = json.loads(text)
-        planned = pickle.loads(b64decode(plan))
+        planned: StagedPlan = pickle.loads(b64decode(text))
         first, key = planned.first, planned.first.key
-        saved = self._saved[key] = _Saved(
-            plan,
-            first.options.heartbeat_timeout_s,
-            holders,
-            kept=len(holders),
-            resumed=(planned.epoch, planned.attempt),
-            unasked=[*holders],
-        )
+        self._stored[key] = asyncio.get_running_loop().create_future()
+        self._stored[key].set_result(True)
+        self._resumed[key] = _Resumed(planned.epoch, planned.attempt)
         logger.warning(
             "Resumed attempt %s of %s: operation %d of session %s with %d ranks, planned by a "
-            "coordinator (epoch %d) that died; stagers %s have to report again what they hold and "
+            "coordinator (epoch %d) that died; the stagers have to report again what they hold and "
             "have written",
             planned.attempt,
             first.target.url,
@@ -319,40 +301,36 @@ class StagedPlans:
             key.session,
             first.world_size,
             planned.epoch,
-            ", ".join(holders),
         )
         self._carry_out(self._coordination.resume(planned))
-        await self._ask_stagers(key, saved)
+        await self._ask_stagers(key)
 
-    async def _ask_stagers(self, key: OpKey, saved: _Saved) -> None:
-        """Asks stagers for the reports that they sent to the earlier coordinator."""
-        if saved.resumed is not None and saved.unasked:
-            epoch, attempt = saved.resumed
-            asked = [self._ask_stager(key, epoch, attempt, saved, each) for each in saved.unasked]
-            await asyncio.gather(*asked)
+    async def _ask_stagers(self, key: OpKey) -> None:
+        """Asks each stager once for the reports that it sent to the earlier coordinator."""
+        resumed = self._resumed.get(key)
+        if resumed is None:
+            return
+        entries = map(parts_of, await asyncio.to_thread(ray_calls.names_from, stagers_key()))
+        actors = {actor for *_, namespace, actor in entries if namespace == self._namespace}
+        asked = [self._ask_stager(key, resumed, each) for each in actors - resumed.answered]
+        await asyncio.gather(*asked)
 
-    async def _ask_stager(
-        self, key: OpKey, epoch: int, attempt: str, saved: _Saved, stager: str
-    ) -> None:
+    async def _ask_stager(self, key: OpKey, resumed: _Resumed, actor: str) -> None:
         try:
-            handle = await asyncio.to_thread(
-                ray_calls.get_actor, actor_of(stager), namespace=self._namespace
-            )
-            # Why its name: another process may have replaced the expected one.
-            who, found = await asyncio.wait_for(handle.shares.remote(attempt), saved.silent_s)
+            handle = await asyncio.to_thread(ray_calls.get_actor, actor, self._namespace)
+            who, found = await asyncio.wait_for(handle.shares.remote(resumed.attempt), ASK_S)
         except (ActorDiedError, ValueError):
             pass  # it is dead: the coordinator's watch detects that, if it matters
         except (RayError, asyncio.TimeoutError):
-            return  # asked again by the next `keep`, unless it is lost by then
+            return  # asked again by the next `keep`
         else:
             for share in found:
                 if share.is_sealed:
-                    held = PartsHeld(key, share.key.rank, attempt, epoch, who)
-                    self.note(held)
-                    self._receive(held)
+                    rank = share.key.rank
+                    self._receive(PartsHeld(key, rank, resumed.attempt, resumed.epoch, who))
                 for report in share.reports:
                     self._receive(report)
-        saved.unasked = [one for one in saved.unasked if one != stager]
+        resumed.answered.add(actor)
 
     def _receive(self, request: Request) -> None:
         # Suppressed: another attempt or epoch, which concerns no save of this coordinator.
@@ -628,9 +606,7 @@ class Coordinator(CoordinatorLoop):
         self._members = Membership(roster_key(name))
         self._has_pulse = False
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
-        self._stagers = StagerWatch(
-            self._coordination, self._carry_out, namespace, self._plans.lost, self._awake
-        )
+        self._stagers = StagerWatch(self._coordination, self._carry_out, namespace, self._awake)
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         lives, me = ray_calls.life_of(actor_id).num_restarts, ray_calls.this_caller(os.getpid())
@@ -674,8 +650,8 @@ class Coordinator(CoordinatorLoop):
         """
         reply = await super().call(request, caller, silence_s)
         if isinstance(request, PartsHeld) and isinstance(reply, Ack):
-            # Why first: the rank may die once it has it, and this actor with it.
-            await self._plans.hold(request)
+            # Why first: the rank may die once its stager has it, and this actor with it.
+            await self._plans.hold(request.key)
         return reply
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
@@ -691,19 +667,15 @@ class Coordinator(CoordinatorLoop):
         self._members.remove(session, rank)
         await super().leave(session, rank)
 
-    def _note_holders(self, requests: Sequence[Request]) -> None:
-        """Records which stagers hold bytes of saves, for the next coordinator."""
-        held = [one.held for one in requests if isinstance(one, SaveStaged)]
-        noted = [self._plans.note(one) for one in held if one is not None]
-        if any(noted):
-            self._start_task(self._plans.keep())
-
     def _register(self, session: str, rank: int, caller: Caller) -> None:
         self._members.add(session, rank, caller)
         super()._register(session, rank, caller)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         super()._carry_out(commands)
+        for command in commands:
+            if isinstance(command, Answer) and isinstance(command.reply, SaveGo):
+                self._plans.begin(command.key)
         self._shared_reads.tidy()
 
     # Life and death

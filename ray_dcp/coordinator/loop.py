@@ -164,7 +164,6 @@ class CoordinatorLoop:
         self._waiting.setdefault(at, []).append(future)
         try:
             self._carry_out(self._coordination.receive(request, silence_s=silence_s))
-            self._note_holders([request])
         except CheckpointError as error:
             self._forget(at, future)
             future.set_result(Refused(error))
@@ -233,9 +232,6 @@ class CoordinatorLoop:
         self._called.set()
         await self._resumed.wait()
         self._report_lost(session, rank, "it has closed its session")
-
-    def _note_holders(self, requests: Sequence[Request]) -> None:
-        """Records which stagers hold bytes of saves, for the next coordinator."""
 
     def _note_call(self) -> None:
         self._last_call_s = self._loop.time()

@@ -21,7 +21,7 @@ from ray_dcp.commit_protocol.messages import OpKey
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Increased with each change of the messages between ranks, coordinators and stagers."""
 
 _SEPARATOR = ":"
@@ -32,7 +32,7 @@ def coordinator_name(session: str, namespace: str = NAMESPACE) -> str:
 
     Examples:
         >>> coordinator_name("exp"), coordinator_name("exp:1")
-        ('ray_dcp:7:ray_dcp:coordinator:exp', 'ray_dcp:7:ray_dcp:coordinator:exp%3A1')
+        ('ray_dcp:8:ray_dcp:coordinator:exp', 'ray_dcp:8:ray_dcp:coordinator:exp%3A1')
     """
     return _join(*_version(namespace), "coordinator", session)
 
@@ -139,7 +139,7 @@ def parts_of(name: str) -> list[str]:
 
     Examples:
         >>> parts_of(stagers_key("n0", "a:b", "team"))
-        ['stagers', '7', 'n0', 'team', 'a:b']
+        ['stagers', '8', 'n0', 'team', 'a:b']
     """
     return [unquote(part) for part in name.split(_SEPARATOR)]
 

@@ -39,7 +39,6 @@ from ray_dcp.commit_protocol.messages import (
     Exchange,
     Left,
     OpKey,
-    PartsHeld,
     Reply,
     Request,
     SaveStaged,
@@ -193,7 +192,7 @@ class Session(ABC):
             InvalidRequestError: The session is closed.
         """
         self._check_open()
-        is_held = isinstance(request, SaveStaged | PartsHeld)
+        is_held = isinstance(request, SaveStaged)
         outlives_restart = is_held or isinstance(request, Opening)
         timeout_s = self._bound_s(request)
         try:

@@ -32,11 +32,12 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.commit_protocol.error_aggregation import reply_error
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
-from ray_dcp.commit_protocol.messages import Ack, PartsWritten, Reply
+from ray_dcp.commit_protocol.messages import Ack, PartsHeld, PartsWritten, Reply, SaveOutcome
 from ray_dcp.coordinator import metrics
 from ray_dcp.core.processes import pid_namespace
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
 from ray_dcp.session.names import (
@@ -78,6 +79,9 @@ class StagingAddress:
     window_bytes: int
     """Longest window that it takes."""
 
+
+Report = PartsHeld | PartsWritten
+"""What a stager reports to a coordinator."""
 
 REPORT_TRIES = 8
 """How often a report is sent to a coordinator that is dead: over about half a minute, as another
@@ -306,9 +310,35 @@ class Stager:
             self._queue.deliver(key, number, runs_of(objects.pop(0)), lent)
 
     async def seal(self, key: StageKey, refs: dict[int, Any]) -> bool | Unknown:
-        """Accepts the last full windows, as `deliver`; returns when all are here."""
+        """Accepts the last full windows, as `deliver`; returns when the rank may go on, or die.
+
+        That is when all windows are here, and the coordinator knows that they are.
+
+        Raises:
+            CheckpointError: The share, or its save, failed.
+            ParticipantError: The coordinator is out of reach of this stager.
+        """
         await self.deliver(key, refs)
-        return await asyncio.wrap_future(self._queue.seal(key))
+        answer = await asyncio.wrap_future(self._queue.seal(key))
+        held = self._queue.held(key, self._place.stager)
+        if isinstance(answer, Unknown) or held is None or held[0] is None:
+            return answer
+        reporter, report = held
+        try:
+            reply = await deliver(reporter.call.remote, report, partial(self._queue.awaits, key))
+        except (RayError, OSError) as error:
+            raise ParticipantError(
+                f"Expected the coordinator of session {key.save.session!r} to be within reach of "
+                f"the stager of node {self._node_id}, which has all bytes of rank {key.rank}, but "
+                f"Ray reports {type(error).__name__}: {error}. Look at the network between the two "
+                f"nodes, and save again",
+                rank=key.rank,
+            ) from None
+        if reply is None:  # why the share has ended meanwhile
+            return await asyncio.wrap_future(self._queue.seal(key))
+        if not isinstance(reply, Ack | SaveOutcome):
+            raise reply_error(reply, key.rank)
+        return True
 
     async def progress(self, key: StageKey) -> StageProgress | None:
         """Returns the progress of a share; None if the key is unknown."""
@@ -523,8 +553,8 @@ class Stager:
 
 
 async def deliver(
-    call: Callable[[PartsWritten], Awaitable[Reply]],
-    report: PartsWritten,
+    call: Callable[[Report], Awaitable[Reply]],
+    report: Report,
     is_awaited: Callable[[], bool],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Reply | None:

@@ -19,11 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ray_dcp.commit_protocol.error_aggregation import reply_error
 from ray_dcp.commit_protocol.messages import (
-    Ack,
     FileReceipt,
-    PartsHeld,
     Reply,
     Request,
     SaveGo,
@@ -192,24 +189,25 @@ class StagerBackend:
         self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
         """See `InProcessBackend.stage`."""
-        held: PartsHeld | None = None
+        staged: Staged | None = None
         error: CheckpointError | None = None
         no_room: list[NoRoomError] = []
         if go.plan.files:
 
-            def hand_over() -> PartsHeld | None:
+            def hand_over() -> Staged | None:
                 try:
                     return self._transfer(save, go, captured)
                 except NoRoomError as found:
                     no_room.append(found)
                     return None
 
-            held, error = result_or_error(hand_over, "staging", save.rank)
+            staged, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         save = replace(save, key=save.progress.key or save.key)
         if no_room:
             return self._stage_here(save, go, captured, no_room[0])
-        ack = SaveStaged(save.key, save.rank, go.attempt, go.epoch, error, held)
+        stager = "" if staged is None else staged.stager
+        ack = SaveStaged(save.key, save.rank, go.attempt, go.epoch, error, stager)
         return error, save.outcome(go, ack, self._find_receipts)
 
     def _stage_here(
@@ -252,7 +250,7 @@ class StagerBackend:
         reports = () if found is None else found.reports
         return tuple(file for report in reports for file in report.files)
 
-    def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
+    def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> Staged:
         session, key = self._session, save.progress.key or save.key
         staged = self._staged = session.staging().stage(
             StageKey(key, session.rank, go.attempt, go.epoch),
@@ -267,18 +265,7 @@ class StagerBackend:
         )
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
-        return self._report(staged)
-
-    def _report(self, staged: Staged) -> PartsHeld:
-        """Reports to the coordinator who holds the bytes; only then may the rank die."""
-        own = staged.key
-        held = PartsHeld(
-            own.save, own.rank, own.attempt, own.epoch, staged.stager, staged.num_bytes
-        )
-        reply = self._session.call(held)
-        if not isinstance(reply, Ack):
-            raise reply_error(reply, own.rank)
-        return held
+        return staged
 
 
 StagingBackend = InProcessBackend | StagerBackend

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ray_dcp.commit_protocol.messages import PartsWritten, Target
+from ray_dcp.commit_protocol.messages import PartsHeld, PartsWritten, Target
 from ray_dcp.core.processes import run_tasks, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.writer import part_key
@@ -225,6 +225,24 @@ class WriteQueue:
             job.wants_seal.append(future)
             self._settle(job)
         return future
+
+    def held(self, key: StageKey, stager: str) -> tuple[Any, PartsHeld] | None:
+        """Returns who is to know that all bytes of a share are here, and the report of it.
+
+        Args:
+            key: Key of the share.
+            stager: Name of the stager that this queue belongs to.
+
+        Returns:
+            None if the save does not need it any more.
+        """
+        with self._lock:
+            if not self.awaits(key):
+                return None
+            job = self._jobs[key]
+            num_bytes = job.layout.total_bytes
+            report = PartsHeld(key.save, key.rank, key.attempt, key.epoch, stager, num_bytes)
+            return job.reporter, report
 
     def stuck(self, after_s: float) -> list[str]:
         """Returns the keys at which writers of jobs that have failed hang in the storage.

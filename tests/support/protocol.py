@@ -31,7 +31,6 @@ from ray_dcp.commit_protocol.commands import (
 )
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import (
-    Ack,
     FileReceipt,
     LoadJoin,
     OpKey,
@@ -240,14 +239,14 @@ class Stager:
 
 @dataclass(eq=False)
 class Rank:
-    """A rank: it hands its bytes in, then waits for the outcome."""
+    """A rank: it hands its bytes in, which its stager reports, then waits for the outcome."""
 
     number: int
     node: int
     said: Request | None = None
     """The call that it is in."""
-    told: PartsHeld | None = None
-    """What it said last of who holds its bytes."""
+    stager: str = ""
+    """The stager that it handed its bytes to."""
     outcome: Reply | None = None
     is_dead: bool = False
 
@@ -267,10 +266,8 @@ class StagedWorld:
         self.epoch = 0
         self.record: OutcomeRead = OutcomeRead()
         """What the storage says of the attempt."""
-        self.kept: tuple[bytes, list[Stager]] = (b"", [])
-        """The plan and who holds bytes, as Ray's control store has them."""
-        self.holders: list[Stager] = []
-        self.asked: list[Stager] | None = None
+        self.dead: list[Stager] = []
+        """Those whose place another process has."""
         self._begin_coordinator()
         for rank in range(len(nodes)):
             self.send(join_of(rank, len(nodes), staged=True))
@@ -280,6 +277,8 @@ class StagedWorld:
         )
         self.plan = replace(planned(len(nodes)), parts=parts)
         self.work()
+        self.kept = pickle.dumps(self.coordination.staged_plan(KEY))
+        """The plan, as Ray's control store has it."""
 
     # The coordinator
 
@@ -290,15 +289,7 @@ class StagedWorld:
         self.armed = False
 
     def send(self, request: Request) -> None:
-        commands = self.coordination.receive(pickle.loads(pickle.dumps(request)))
-        held = request.held if isinstance(request, SaveStaged) else request
-        if isinstance(held, PartsHeld) and self.coordination.staged_plan(KEY) is not None:
-            stager = self.stager(held.stager)
-            if stager not in self.holders:
-                self.holders.append(stager)
-                if self.asked is not None and stager not in self.asked:
-                    self._ask(stager)
-        self._take(commands)
+        self._take(self.coordination.receive(pickle.loads(pickle.dumps(request))))
 
     def _take(self, commands) -> None:
         for command in commands:
@@ -314,8 +305,6 @@ class StagedWorld:
             if rank.is_dead or rank.said is None or step_of(rank.said) != step:
                 continue
             said, rank.said = rank.said, None
-            if isinstance(said, PartsHeld) and isinstance(reply, Ack):
-                self.keep()  # before it is told
             if isinstance(said, SaveStaged):
                 rank.outcome = reply
 
@@ -331,29 +320,21 @@ class StagedWorld:
                 self.record = OutcomeRead(1, b"manifest" if name == "CreateRecord" else b"")
             self._take(self.coordination.performed(todo.key, todo.task, result))
 
-    def keep(self) -> None:
-        """Puts the plan where the next coordinator finds it."""
-        planned_save = self.coordination.staged_plan(KEY)
-        if planned_save is not None and self.holders:
-            self.kept = (pickle.dumps(planned_save), list(self.holders))
-
-    def restart(self) -> bool:
-        """Another coordinator comes; returns whether it could take the save up, if need be.
+    def restart(self) -> None:
+        """Another coordinator comes, and takes the save up.
 
         Also where the one before had ended it, and could not forget its plan any more.
         """
-        plan, holders = self.kept
-        if not plan:
-            return self.is_over
         self._begin_coordinator()
-        self.holders, self.asked = [], holders
-        self._take(self.coordination.resume(pickle.loads(plan)))
-        for stager in holders:
+        self._take(self.coordination.resume(pickle.loads(self.kept)))
+        for stager in self.stagers:
             self._ask(stager)
         for rank in self.ranks:
             if rank.said is not None and not rank.is_dead:
                 self.send(rank.said)
-        return True
+        # Ray's control store has the ranks of a session, and Ray knows who lives.
+        dead = [rank.number for rank in self.ranks if rank.is_dead]
+        self._take(self.coordination.lost(KEY.session, dead, "killed"))
 
     def _ask(self, stager: Stager) -> None:
         """A coordinator that took the save up hears what a stager had told the one before."""
@@ -382,13 +363,13 @@ class StagedWorld:
         rank = self.ranks[number]
         if rank.is_dead or rank.outcome is not None or rank.said is not None:
             return False
-        if rank.told is None:
+        if not rank.stager:
             stager = self.stagers[rank.node]
             stager.shares[number] = set(self.files[number])
-            rank.told = PartsHeld(KEY, number, "a1", 1, stager.name)
-            self._call(rank, rank.told)
+            rank.stager = stager.name
+            self._call(rank, PartsHeld(KEY, number, "a1", 1, stager.name))
         else:
-            self._call(rank, SaveStaged(KEY, number, "a1", 1, held=rank.told))
+            self._call(rank, SaveStaged(KEY, number, "a1", 1, stager=rank.stager))
         return True
 
     def _call(self, rank: Rank, request: Request) -> None:
@@ -398,6 +379,19 @@ class StagedWorld:
         except CheckpointError as error:
             rank.said, rank.outcome = None, error
 
+    def turn(self, number: int) -> None:
+        """A rank whose stager died before it had its answer hands its bytes to another one."""
+        rank = self.ranks[number]
+        if rank.is_dead or not rank.stager or not self.stager(rank.stager).is_dead:
+            return
+        if rank.said is not None or rank.outcome is not None:
+            return
+        if self.stagers[rank.node].is_dead:
+            self.dead.append(self.stagers[rank.node])
+            self.stagers[rank.node] = Stager(f"{rank.node}#{len(self.dead)}")
+        rank.stager = ""
+        self.step(number)
+
     def kill_rank(self, number: int) -> None:
         rank = self.ranks[number]
         rank.is_dead = True
@@ -406,7 +400,7 @@ class StagedWorld:
     # Stagers
 
     def stager(self, name: str) -> Stager:
-        return next(one for one in self.stagers if one.name == name)
+        return next(one for one in (*self.stagers, *self.dead) if one.name == name)
 
     def kill_stager(self, node: int) -> None:
         self.stagers[node].is_dead = True
@@ -444,11 +438,6 @@ class StagedWorld:
             if not any(stepped) and not any(written) and not self.todo:
                 return
         raise AssertionError(f"it never ends: {self.ranks}")
-
-    @property
-    def is_unprotected(self) -> bool:
-        """No rank was told that its bytes are held."""
-        return not self.kept[0]
 
     @property
     def committed(self) -> bool:

@@ -145,11 +145,10 @@ def _save_staged(key: OpKey, *, capture: Callable[[], Captured], **how: Any) -> 
     save = rank_save(key, staged=True, **how)
     go, captured = yield from save.join(capture)
     about = key, save.rank, go.attempt, go.epoch
-    held = PartsHeld(*about, f"stager {save.rank}")
-    yield held
+    yield PartsHeld(*about, f"stager {save.rank}")
     written = save.write(go, captured.source, captured.deferred)
     yield PartsWritten(*about, written.files, written.error)
-    return (yield from save.outcome(go, SaveStaged(*about, held=held)))
+    return (yield from save.outcome(go, SaveStaged(*about, stager=f"stager {save.rank}")))
 
 
 def load_ranks(

@@ -52,6 +52,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.session import ray_calls
+from ray_dcp.session.names import staged_plan_name, stagers_key
 from ray_dcp.stage.orders import StageKey, StageProgress
 from ray_dcp.stage.stager import REPORT_TRIES, deliver
 from tests.support.protocol import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
@@ -402,9 +403,7 @@ def test_a_stager_that_reports_late_takes_nothing_from_the_one_that_holds_the_by
     if late == "before its rank waits":
         resumed.held(0)
     else:
-        resumed.send(
-            messages.SaveStaged(KEY, 0, "a1", 1, held=messages.PartsHeld(KEY, 0, "a1", 1, "s0"))
-        )
+        resumed.send(messages.SaveStaged(KEY, 0, "a1", 1, stager="s0"))
     assert resumed.send(messages.PartsHeld(KEY, 0, "a1", 1, "s9")) == messages.Ack()
     assert resumed.coordination.held_by("s0") == {KEY: [0]}
     resumed.lose_stager("s9")
@@ -514,6 +513,7 @@ class Cluster:
         )
 
     def add(self, number):
+        self.store[stagers_key("node", f"s{number}", "namespace")] = f"s{number}#0"
         self.stagers[f"s{number}"] = Stager(f"s{number}#0")
         return self.stagers[f"s{number}"]
 
@@ -573,7 +573,7 @@ def held(rank, stager=None):
 
 
 def keep_plan(cluster, play, *ranks):
-    """Leaves what Ray keeps when these ranks of a save were told that their bytes are held."""
+    """Leaves what Ray keeps when the stagers of these ranks have reported what they hold."""
 
     async def story():
         actor = Actor(play)
@@ -583,6 +583,10 @@ def keep_plan(cluster, play, *ranks):
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())
+
+
+def plans(store):
+    return [name for name in store if name.startswith(staged_plan_name("actor"))]
 
 
 def another_coordinator():
@@ -596,6 +600,23 @@ def another_coordinator():
 
     with ThreadPoolExecutor(1) as pool:  # a loop of its own
         return pool.submit(asyncio.run, story()).result(60)
+
+
+def test_a_plan_is_stored_once_as_soon_as_ranks_have_their_parts(cluster):
+    play = StagedPlay(world_size=2)
+
+    async def story():
+        actor = Actor(play)
+        play.to_writing()
+        actor._carry_out(play.commands)
+        await actor._plans.hold(KEY)
+        assert len(plans(cluster.store)) == 1
+        cluster.is_down = True  # a second try would be a warning
+        for rank in range(2):
+            assert await actor.call(held(rank)) == messages.Ack()
+
+    asyncio.run(story())
+    assert another_coordinator().active == (KEY,)
 
 
 def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
@@ -613,15 +634,18 @@ def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
         assert await call == await again == messages.Ack()
         return dict(cluster.store)
 
-    # As it was when the rank was told: everybody may die now.
+    # As it was when the stager had its answer: everybody may die now.
     cluster.store = asyncio.run(story())
     assert another_coordinator().active == (KEY,)
 
 
-def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
+def test_the_next_coordinator_asks_all_stagers_of_its_namespace(cluster):
     keep_plan(cluster, planned_save(), 0, 1)
+    cluster.store[stagers_key("node", "s2", "another")] = "s2#0"
+    cluster.stagers["s2"] = Stager("s2#0")
     coordination = another_coordinator()
-    assert [stager.asked for stager in cluster.stagers.values()] == [["a1"], ["a1"]]
+    asked = [stager.asked for stager in cluster.stagers.values()]
+    assert asked == [["a1"], ["a1"], []]
     assert coordination.held_by("s1#0") == {KEY: [1]}
 
 
@@ -634,7 +658,7 @@ def test_where_the_plan_is_not_taken_the_rank_is_told_with_a_warning_and_it_is_a
         actor = Actor(play)
         cluster.is_down = True
         told = await actor.call(held(0))
-        assert cluster.store == {}
+        assert not plans(cluster.store)
         cluster.is_down = False
         await actor._plans.keep()
         return told
@@ -660,27 +684,41 @@ def test_the_plan_outlives_all_stagers_and_goes_with_its_save(cluster):
         await actor._plans.keep()
 
     asyncio.run(story())
-    assert cluster.store == {}
+    assert not plans(cluster.store)
 
 
-def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster):
+def test_a_stager_that_is_registered_later_is_asked_too_and_none_twice(cluster):
     keep_plan(cluster, planned_save(2), 0)
-    cluster.add(1).sealed = [1]
 
     async def go_on():
-        after = StagedPlay(epoch=2)
-        actor = Actor(after)
-        await actor._plans.resume()
-        # Its rank waits already, and says once more who holds its bytes.
-        staged = messages.SaveStaged(KEY, 1, "a1", 1, held=held(1))
-        call = asyncio.ensure_future(actor.call(staged))
-        await actor.settled()
-        await asyncio.gather(*actor._tasks)
-        assert not actor._plans.note(held(1))
-        call.cancel()
+        coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
+        plans = StagedPlans("actor", coordination, lambda commands: None, "namespace")
+        await plans.resume()
+        cluster.add(1).sealed = [1]
+        for _ in range(2):
+            await plans.keep()
+        return coordination
 
-    asyncio.run(go_on())
-    assert cluster.stagers["s1"].asked == ["a1"]
+    assert asyncio.run(go_on()).held_by("s1#0") == {KEY: [1]}
+    assert [stager.asked for stager in cluster.stagers.values()] == [["a1"], ["a1"]]
+
+
+def test_a_save_whose_stager_is_gone_fails_by_the_word_of_its_rank(cluster):
+    """Coordinator and stager died together: only the rank knows which one it was."""
+    play = planned_save(1)
+    keep_plan(cluster, play, 0)
+    cluster.stagers.clear()
+    resumed = Resumed(world_size=1, epoch=2).take_up(play)
+    resumed.send(messages.SaveStaged(KEY, 0, "a1", 1, stager="s0#0"))
+    watch = StagerWatch(resumed.coordination, resumed._take, "namespace", lambda: 0.0)
+
+    async def story():
+        await watch.look()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    asyncio.run(story())
+    resumed.end_abort()
+    assert "lost" in resumed.reply(0, "SaveStaged").error.message
 
 
 UNREACHABLE = ActorUnavailableError("connection reset", b"0" * 16)
@@ -704,16 +742,16 @@ def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(
     play.to_staged()
     for number, error in stagers.items():
         cluster.add(number).called, cluster.stagers[f"s{number}"].error = f"s{number}", error
-    found, now_s = [], [0.0]
+    now_s = [0.0]
     clock = AwakeClock(lambda: now_s[0], 1.0) if lost[-1] == set() else lambda: now_s[0]
-    watch = StagerWatch(play.coordination, lambda commands: None, "namespace", found.append, clock)
+    watch = StagerWatch(play.coordination, lambda commands: None, "namespace", clock)
 
     async def story():
         after = []
         for seconds in passed_s:
             await watch.look()
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-            after.append({*found})
+            after.append({f"s{rank}" for rank in range(2)} - play.coordination.stagers().keys())
             now_s[0] += seconds
         return after
 
