@@ -12,19 +12,18 @@ An error in any phase is reported to every rank. Up to `planning`, no target has
 `LoadReady` has the names of the checkpoint that a rank does not load, `LoadProceed` those that no
 rank loads.
 
-`SharedReads` is the state of the shared reads of a load: which units have been read, which ranks
-still need them, and which ranks to notify. It holds no bytes, only the handles with which other
-ranks fetch them. Messages may arrive twice and in any order, because an actor with concurrent calls
-does not start them in the order in which they were sent:
+`SharedUnit` is the state of what one rank has read for the others that need it. It holds no bytes,
+only the handle with which they fetch them. Messages may arrive twice and in any order, because an
+actor with concurrent calls does not start them in the order in which they were sent:
 
-    open --Offer--> there --every rank has sent Use or Leave--> free
-      |
-      +--Decline, or Leave of the reader--> gone
+    open --Give--> there --every other rank has sent Take or Skip--> gone
+      |                                                                ^
+      +--Decline-------------------------------------------------------+
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -161,202 +160,101 @@ class LoadMachine(Operation):
         return (self._arm(self._options.read_timeout_s), *answers)
 
 
-@dataclass(frozen=True)
-class Enter:
-    """A rank joins the shared reads, with the units that it reads or receives."""
-
-    key: OpKey
-    rank: int
-    units: tuple[int, ...]
-    readers: tuple[int, ...]
-    """For each unit, the rank that reads it."""
-
-
 @dataclass(frozen=True, eq=False)
-class Offer:
-    """A rank has read a unit."""
+class Give:
+    """Reader → coordinator: it has read a unit. Reply: as soon as all others have it.
+
+    Until then the unit counts in what the reader may have in the object store.
+    """
 
     key: OpKey
-    rank: int
     unit: int
-    ranks: int
-    """Number of ranks that need the unit, including the reader."""
+    takers: int
+    """Number of other ranks that need the unit."""
     handle: Any
 
 
 @dataclass(frozen=True)
 class Decline:
-    """A rank will not read its units for others; each of them has to read for itself."""
+    """Reader → coordinator: it will not read these units for others; each reads for itself."""
 
     key: OpKey
-    rank: int
     units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Use:
-    """A rank no longer needs these units."""
+class Take:
+    """Rank → coordinator: it needs a unit.
 
-    key: OpKey
-    rank: int
-    units: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Leave:
-    """A rank needs no more units, and offers no more."""
-
-    key: OpKey
-    rank: int
-    offered: tuple[int, ...] = ()
-    """The units that the rank has offered. *Why* repeated: this may arrive before the offers."""
-
-
-@dataclass(frozen=True)
-class Listen:
-    """A rank asks for updates."""
-
-    key: OpKey
-    rank: int
-    seen: int
-    """Number of updates that the rank has received."""
-    wait_s: float
-    """How long to wait for an update, in seconds."""
-
-
-ReadMessage = Enter | Offer | Decline | Use | Leave | Listen
-
-
-@dataclass(frozen=True, eq=False)
-class UnitUpdate:
-    """The state of a unit, as sent to one rank.
-
-    `there`: it was read and can be fetched with its handle. `gone`: it will not be read for others.
-    `free`: no rank needs it any more.
+    Reply: the unit's handle; empty if it was declined; None if it did not come within `wait_s`.
     """
 
-    what: Literal["there", "gone", "free"]
+    key: OpKey
+    rank: int
     unit: int
-    handle: Any = None
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Rank → coordinator: it does not need these units of others any more."""
+
+    key: OpKey
+    rank: int
+    units: tuple[int, ...]
+
+
+ReadMessage = Give | Decline | Take | Skip
 
 
 @dataclass
-class _Unit:
-    reader: int | None = None
-    ranks: int | None = None
-    state: Literal["open", "there", "gone", "free"] = "open"
-    handle: Any = None
-    wanted_by: set[int] = field(default_factory=set)
-    used_by: set[int] = field(default_factory=set)
-
-
-class SharedReads:
-    """The units of the shared reads of one load.
+class SharedUnit:
+    """What one rank has read for others, on its way to them.
 
     Examples:
-        >>> key, reads = OpKey("run", 3), SharedReads()
-        >>> for rank in range(2):
-        ...     reads.take(Enter(key, rank, (7,), (0,)))
-        >>> reads.take(Offer(key, 0, 7, ranks=2, handle="here"))
-        >>> [(new.what, new.unit, new.handle) for new in reads.updates(1, seen=0)]
-        [('there', 7, 'here')]
-        >>> reads.take(Use(key, 1, (7,)))
-        >>> reads.take(Leave(key, 0, offered=(7,)))
-        >>> [new.what for new in reads.updates(0, seen=0)]
-        ['free']
+        Two ranks need a unit besides its reader; one of them takes it before the other skips it.
+
+        >>> unit = SharedUnit()
+        >>> unit.give("here", takers=2)
+        >>> unit.take(1), unit.state
+        ('here', 'there')
+        >>> unit.skip(2)
+        >>> unit.state, unit.is_taken, unit.handle
+        ('gone', True, None)
     """
 
-    def __init__(self) -> None:
-        self._units: dict[int, _Unit] = {}
-        self._of_rank: dict[int, set[int]] = {}
-        self._updates: dict[int, list[int]] = {}
-        self._left: dict[int, frozenset[int]] = {}
+    state: Literal["open", "there", "gone"] = "open"
+    handle: Any = None
+    takers: int | None = None
+    taken_by: set[int] = field(default_factory=set)
 
     @property
-    def num_there(self) -> int:
-        """Number of units whose bytes are currently held for other ranks."""
-        return sum(unit.state == "there" for unit in self._units.values())
+    def is_taken(self) -> bool:
+        """Whether every rank that needs the unit has taken or skipped it."""
+        return self.takers is not None and len(self.taken_by) >= self.takers
 
-    def take(self, message: ReadMessage) -> None:
-        """Applies a rank's message; `Listen` changes nothing."""
-        match message:
-            case Enter():
-                self._enter(message)
-            case Offer():
-                self._record_offer(message)
-            case Decline():
-                self._decline(message.rank, message.units)
-            case Use():
-                self._record_use(message.rank, message.units)
-            case Leave():
-                self._leave(message)
+    def give(self, handle: Any, takers: int) -> None:
+        """Records that the unit was read; see `Give`."""
+        if self.state == "open":
+            self.state, self.handle, self.takers = "there", handle, takers
+            self._end_if_taken()
 
-    def updates(self, rank: int, seen: int) -> Sequence[UnitUpdate]:
-        """Returns the updates that a rank has not received yet.
+    def withdraw(self) -> None:
+        """Records that the unit is handed to nobody, or to nobody else."""
+        self.state, self.handle = "gone", None
 
-        Args:
-            rank: The rank.
-            seen: Number of updates that it has received.
-        """
-        return [self._new(number) for number in self._updates.get(rank, [])[seen:]]
+    def take(self, rank: int) -> Any:
+        """Returns the handle for a rank that needs the unit; None if it is gone."""
+        handle = self.handle
+        self.skip(rank)
+        return handle
 
-    def _new(self, number: int) -> UnitUpdate:
-        # Why not stored with the update: a handle keeps the bytes alive.
-        unit = self._units[number]
-        return UnitUpdate(unit.state if unit.state != "open" else "gone", number, unit.handle)
+    def skip(self, rank: int) -> None:
+        """Records that a rank needs the unit no longer."""
+        self.taken_by.add(rank)
+        self._end_if_taken()
 
-    def _enter(self, message: Enter) -> None:
-        mine = self._of_rank.setdefault(message.rank, set())
-        for number, reader in zip(message.units, message.readers, strict=True):
-            if number in mine:
-                continue
-            mine.add(number)
-            unit = self._units.setdefault(number, _Unit())
-            unit.reader = reader
-            if message.rank != reader:
-                unit.wanted_by.add(message.rank)
-                if unit.state != "open":
-                    self._notify([message.rank], number)
-        if message.rank in self._left:
-            self._end(message.rank)
-
-    def _record_offer(self, message: Offer) -> None:
-        unit = self._units.setdefault(message.unit, _Unit())
-        if unit.state != "open" or unit.reader not in (None, message.rank):
-            return
-        unit.reader = message.rank
-        unit.state, unit.handle, unit.ranks = "there", message.handle, message.ranks
-        self._notify(unit.wanted_by - unit.used_by, message.unit)
-        self._free_if_used(message.unit, unit)
-
-    def _decline(self, rank: int, units: Iterable[int]) -> None:
-        for number in units:
-            unit = self._units.setdefault(number, _Unit())
-            if unit.state == "open" and unit.reader in (None, rank):
-                unit.reader, unit.state = rank, "gone"
-                self._notify(unit.wanted_by - unit.used_by, number)
-
-    def _record_use(self, rank: int, units: Iterable[int]) -> None:
-        for number in units:
-            unit = self._units.setdefault(number, _Unit())
-            unit.used_by.add(rank)
-            self._free_if_used(number, unit)
-
-    def _leave(self, message: Leave) -> None:
-        self._left[message.rank] = frozenset(message.offered)
-        self._end(message.rank)
-
-    def _end(self, rank: int) -> None:
-        mine, offered = self._of_rank.get(rank, set()), self._left[rank]
-        own = [n for n in sorted(mine - offered) if self._units[n].reader == rank]
-        self._decline(rank, own)
-        self._record_use(rank, sorted(mine))
-
-    def _free_if_used(self, number: int, unit: _Unit) -> None:
-        if unit.state == "there" and unit.ranks is not None and len(unit.used_by) >= unit.ranks:
-            unit.state, unit.handle = "free", None
-            self._notify([] if unit.reader is None else [unit.reader], number)
-
-    def _notify(self, ranks: Iterable[int], number: int) -> None:
-        for rank in ranks:
-            self._updates.setdefault(rank, []).append(number)
+    def _end_if_taken(self) -> None:
+        # Why not kept for a `Take` that arrives twice: a handle keeps the bytes alive.
+        if self.state == "there" and self.is_taken:
+            self.withdraw()

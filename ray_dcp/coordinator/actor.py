@@ -5,7 +5,7 @@ it.
 
 `Membership` keeps the living ranks in Ray's control store. *Why*: if a machine with the coordinator
 and some ranks is lost, the next coordinator must know which ranks are missing; those never call it.
-`SharedReadDispatch` holds the `SharedReads` of each load in progress. `Rendezvous` lets ranks that
+`SharedReadDispatch` holds the `SharedUnit`s of each load in progress. `Rendezvous` lets ranks that
 only share a name agree on a session, without a process group. `coordinator_of` returns the handle
 of a session's coordinator, and creates it if there is none.
 
@@ -25,6 +25,7 @@ import os
 import pickle
 import secrets
 from base64 import b64decode, b64encode
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -37,7 +38,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray_dcp.commit_protocol.commands import Answer, Command
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import HeartbeatAck
-from ray_dcp.commit_protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
+from ray_dcp.commit_protocol.load import Decline, Give, ReadMessage, SharedUnit, Skip, Take
 from ray_dcp.commit_protocol.messages import (
     Ack,
     OpKey,
@@ -421,10 +422,12 @@ class SharedReadDispatch:
 
     def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
         self._is_over = is_over
-        self._loads: dict[OpKey, tuple[SharedReads, asyncio.Event]] = {}
+        self._loads: dict[OpKey, dict[int, SharedUnit]] = {}
+        self._changes: dict[tuple[OpKey, int], asyncio.Event] = {}
+        """Set, and replaced, when a unit changes for which a call waits."""
 
-    async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
-        """Applies a rank's message; returns updates for `Listen`, and None if the load is over.
+    async def share(self, message: ReadMessage) -> Any:
+        """Applies a rank's message; returns its reply, None if it has none or the load is over.
 
         Args:
             message: The message; it may arrive twice.
@@ -433,33 +436,57 @@ class SharedReadDispatch:
         if self._is_over(key):
             self._drop(key)
             return None
-        reads, event = self._loads.setdefault(key, (SharedReads(), asyncio.Event()))
-        if not isinstance(message, Listen):
-            reads.take(message)
-            self._loads[key] = (reads, asyncio.Event())
-            event.set()
-            return ()
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + message.wait_s
-        while not (updates := reads.updates(message.rank, message.seen)):
-            try:
-                await asyncio.wait_for(event.wait(), end_s - loop.time())
-            except asyncio.TimeoutError:
-                break
-            if key not in self._loads:
-                return None
-            event = self._loads[key][1]
-        return updates
+        units = self._loads.setdefault(key, defaultdict(SharedUnit))
+        match message:
+            case Give(unit=number):
+                unit = units[number]
+                unit.give(message.handle, message.takers)
+                self._notify(key, number)
+                await self._until(key, number, lambda: unit.state == "gone")
+            case Take(unit=number):
+                unit = units[number]
+                await self._until(key, number, lambda: unit.state != "open", message.wait_s)
+                if unit.state == "open" or key not in self._loads:
+                    return None
+                handle = unit.take(message.rank)
+                self._notify(key, number)
+                return handle or ()
+            case Skip() | Decline():
+                for number in message.units:
+                    if isinstance(message, Skip):
+                        units[number].skip(message.rank)
+                    elif units[number].state == "open":
+                        units[number].withdraw()
+                    self._notify(key, number)
+        return None
 
     def tidy(self) -> None:
         """Drops loads that are over, with the handles that keep their bytes alive."""
         for key in [key for key in self._loads if self._is_over(key)]:
             self._drop(key)
 
+    async def _until(
+        self, key: OpKey, number: int, is_so: Callable[[], bool], wait_s: float | None = None
+    ) -> None:
+        """Returns when a unit is as it should be, the load is over, or the time has passed."""
+        loop = asyncio.get_running_loop()
+        end_s = None if wait_s is None else loop.time() + wait_s
+        while not is_so() and key in self._loads:
+            change = self._changes.setdefault((key, number), asyncio.Event())
+            try:
+                left_s = None if end_s is None else end_s - loop.time()
+                await asyncio.wait_for(change.wait(), left_s)
+            except asyncio.TimeoutError:
+                return
+
+    def _notify(self, key: OpKey, number: int) -> None:
+        change = self._changes.pop((key, number), None)
+        if change is not None:
+            change.set()
+
     def _drop(self, key: OpKey) -> None:
-        _, event = self._loads.pop(key, (None, None))
-        if event is not None:
-            event.set()
+        for number in self._loads.pop(key, ()):
+            self._notify(key, number)
 
 
 class _Round:
@@ -654,7 +681,7 @@ class Coordinator(CoordinatorLoop):
             await self._plans.hold(request.key)
         return reply
 
-    async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
+    async def share(self, message: ReadMessage) -> Any:
         """Accepts a rank's message about shared reads; see `SharedReadDispatch.share`."""
         return await self._shared_reads.share(message)
 

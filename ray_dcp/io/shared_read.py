@@ -12,7 +12,6 @@ reading a few megabytes.
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -38,15 +37,28 @@ Reads = tuple[Int32Array, Int64Array, Int64Array]
 class Transport(Protocol):
     """Transfers units from the rank that reads them to the other ranks of one load. Thread-safe.
 
-    No method raises: bytes that are not available are None.
+    Bytes that are not available are None.
     """
 
-    def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
-        """Joins the load; calls `freed(unit)` when no rank needs an offered unit any more."""
+    def offer(self, unit: int, takers: int, data: memoryview) -> memoryview | None:
+        """Offers a copy of a unit's bytes to other ranks and returns it; `data` may be reused.
+
+        Args:
+            unit: The unit.
+            takers: Number of other ranks that need it.
+            data: Its bytes.
+        """
         ...
 
-    def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
-        """Offers a copy of a unit's bytes to other ranks and returns it; `data` may be reused."""
+    def has_room(self) -> bool:
+        """Waits until this rank may offer another unit; returns whether that was in time.
+
+        An offered unit takes room until this rank has used it and the others have it.
+        """
+        ...
+
+    def use(self, unit: int) -> None:
+        """Records that this rank needs a unit no longer that it has offered."""
         ...
 
     def decline(self, units: Sequence[int]) -> None:
@@ -57,12 +69,12 @@ class Transport(Protocol):
         """Waits until the reader of a unit has offered it, and returns its bytes."""
         ...
 
-    def use(self, unit: int) -> None:
-        """Announces that this rank no longer needs a unit."""
+    def skip(self, units: Sequence[int]) -> None:
+        """Announces that this rank does not need units of others."""
         ...
 
     def leave(self) -> None:
-        """Leaves the load: offered units stay until the others have used them."""
+        """Ends `has_room` and `take`; offered units stay until the others have them."""
         ...
 
 
@@ -70,8 +82,8 @@ class SharedReadStorage(StorageWrapper):
     """Implements `Storage` for the reads of one load on one rank.
 
     *Invariant*: units are read and used in ascending order of their numbers, which is the order of
-    files and offsets. The first unit that a rank still needs can therefore always be read: ranks
-    never wait for each other in a cycle, whatever the budget.
+    files and offsets. The first unit that some rank still needs can therefore always be read: ranks
+    never wait for each other in a cycle, however little room there is.
 
     Args:
         inner: Storage of the files.
@@ -80,8 +92,6 @@ class SharedReadStorage(StorageWrapper):
         rank: This rank.
         reads: `Prepared.reads()`, all ranges that will be read.
         exchange: Transfers the units.
-        budget_bytes: Maximum number of bytes offered and still needed at a time; at least one unit
-            is always allowed.
         num_threads: Number of threads that read for others.
         check: Raises if the load has failed.
         moved: Called with the number of bytes received from other ranks.
@@ -104,7 +114,6 @@ class SharedReadStorage(StorageWrapper):
         reads: Reads,
         exchange: Transport,
         *,
-        budget_bytes: int,
         num_threads: int,
         check: Callable[[], None] = lambda: None,
         moved: Callable[[int], None] = lambda _: None,
@@ -115,7 +124,6 @@ class SharedReadStorage(StorageWrapper):
         super().__init__(inner)
         self._share = share
         self._exchange = exchange
-        self._budget_bytes = budget_bytes
         self._check = check
         self._moved = moved
         self._key = [files[index] for index in share.file.tolist()]
@@ -134,10 +142,9 @@ class SharedReadStorage(StorageWrapper):
         self._changed = threading.Condition()
         self._view: dict[int, memoryview | None] = {}
         self._fetched: set[int] = set()
-        self._out: dict[int, int] = {}
-        self._freed_s = 0.0
         self._todo = [index for index, mine in enumerate(self._is_mine) if mine]
         self._over = False
+        self._turn = threading.Lock()
         self._num_threads = min(num_threads, len(self._todo))
         self._threads: list[threading.Thread] = []
 
@@ -147,10 +154,10 @@ class SharedReadStorage(StorageWrapper):
         Raises:
             LimitError: No thread can be started.
         """
-        self._freed_s = time.monotonic()
-        self._exchange.enter(self._share, self._release_memory)
-        for index in range(len(self._number)):
-            if not self._left[index]:
+        unused = [index for index, left in enumerate(self._left) if not left]
+        self._skip(unused)
+        for index in unused:
+            if self._is_mine[index]:
                 self._exchange.use(self._number[index])
         for _ in range(self._num_threads):
             self._threads.append(start_thread(self._read_for_all, "ray_dcp reads for all"))
@@ -161,9 +168,9 @@ class SharedReadStorage(StorageWrapper):
         Args:
             failed: Read nothing more; the other ranks read the rest themselves.
         """
-        with self._changed:
-            self._over = self._over or failed
-            self._changed.notify_all()
+        if failed:
+            self._exchange.leave()
+            self._give_up()
         try:
             for thread in self._threads:
                 while thread.is_alive():
@@ -176,6 +183,8 @@ class SharedReadStorage(StorageWrapper):
                 self._view.clear()
                 self._changed.notify_all()
             self._exchange.leave()
+            self._give_up()
+            self._skip(range(len(self._number)))
 
     @property
     def behind(self) -> Storage:
@@ -239,7 +248,8 @@ class SharedReadStorage(StorageWrapper):
             if self._left[index] > 0:
                 return
             self._view[index] = None
-        self._exchange.use(self._number[index])
+        if self._is_mine[index]:
+            self._exchange.use(self._number[index])
 
     def _from_storage(
         self, key: str, start: int, target: memoryview, *, instead: bool = False
@@ -263,51 +273,45 @@ class SharedReadStorage(StorageWrapper):
             length = self._high[index] - self._low[index]
             if len(scratch) < length:
                 scratch = np.empty(length, np.uint8)
-            data = scratch.data[:length]
-            view = None
+            number, data, view = self._number[index], scratch.data[:length], None
             try:
                 self._from_storage(self._key[index], self._low[index], data)
-                view = self._exchange.offer(
-                    self._number[index], int(self._share.ranks[index]), data
-                )
+                view = self._exchange.offer(number, int(self._share.ranks[index]) - 1, data)
             except CheckpointError:
                 # Why ignored: a rank that needs these bytes reads them and gets the error itself.
                 pass
             finally:
                 if view is None:
-                    self._exchange.decline([self._number[index]])
-                    self._release_memory(self._number[index])
+                    self._exchange.decline([number])
                 self._put(index, view)
 
     def _next(self) -> int | None:
-        """Waits until there is room in the budget for the next unit, and returns the unit.
+        """Waits until there is room for the next unit, and returns the unit; None if none is left.
 
         *Why under one lock*: a later unit must not take the room that an earlier one needs.
         """
+        with self._turn:
+            if self._todo and not self._exchange.has_room():
+                self._give_up()
+            with self._changed:
+                return self._todo.pop(0) if self._todo else None
+
+    def _give_up(self) -> None:
+        """Leaves the units that this rank has not begun to the others."""
         with self._changed:
-            while self._todo and not self._over:
-                index = self._todo[0]
-                length = self._high[index] - self._low[index]
-                if not self._out or sum(self._out.values()) + length <= self._budget_bytes:
-                    del self._todo[0]
-                    self._out[self._number[index]] = length
-                    return index
-                if time.monotonic() > self._freed_s + SHARE_TIMEOUT_S:
-                    break
-                self._changed.wait(_LOOK_S)
             given_up, self._todo = self._todo, []
             for index in given_up:
                 self._view[index] = None
             self._changed.notify_all()
         if given_up:
             self._exchange.decline([self._number[index] for index in given_up])
-        return None
 
-    def _release_memory(self, number: int) -> None:
+    def _skip(self, indices: Iterable[int]) -> None:
+        """Announces which units of others this rank has not fetched, and will not."""
         with self._changed:
-            self._out.pop(number, None)
-            self._freed_s = time.monotonic()
-            self._changed.notify_all()
+            own = [i for i in indices if not self._is_mine[i] and i not in self._fetched]
+            self._fetched.update(own)
+        self._exchange.skip([self._number[index] for index in own])
 
 
 def bytes_asked(share: RankShare, reads: Reads) -> Int64Array:

@@ -390,7 +390,8 @@ class RankLoad:
             return None
         progress, options = self.progress, self.options
         # Why not `key`: the call may have another number by now.
-        exchange = self.peers.exchange(progress.key or self.key, self.rank, progress.check)
+        key = progress.key or self.key
+        exchange = self.peers.exchange(key, self.rank, share.here, progress.check)
         return SharedReadStorage(
             storage,
             checkpoint.table.files,
@@ -398,7 +399,6 @@ class RankLoad:
             self.rank,
             prepared.reads(),
             exchange,
-            budget_bytes=self.peers.budget_bytes(share.here),
             num_threads=options.num_threads,
             check=progress.check,
             moved=progress.moved,

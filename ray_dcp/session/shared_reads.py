@@ -1,7 +1,7 @@
 """The transport of shared reads over Ray: bytes in its object store, messages by the coordinator.
 
-Nothing here raises, or waits without a bound: a unit that another rank can't provide is None, and
-is read from storage.
+Nothing here raises but `check`, or waits without a bound: a unit that another rank can't provide is
+None, and is read from storage.
 """
 
 from __future__ import annotations
@@ -17,35 +17,26 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.commit_protocol.load import (
-    Decline,
-    Enter,
-    Leave,
-    Listen,
-    Offer,
-    ReadMessage,
-    UnitUpdate,
-    Use,
-)
+from ray_dcp.commit_protocol.load import Decline, Give, ReadMessage, Skip, Take
 from ray_dcp.commit_protocol.messages import OpKey
-from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import SHARE_TIMEOUT_S
-from ray_dcp.planning.reads import RankShare
+from ray_dcp.planning.reads import UNIT_BYTES
 from ray_dcp.session import ray_calls
 from ray_dcp.stage.node_memory import NoRoomError
 
-LISTEN_S = 5.0
-"""How long the coordinator delays the answer to a request for updates, in seconds."""
+TAKE_TIMEOUT_S = 1.5 * SHARE_TIMEOUT_S
+"""How long a rank waits for a unit, in seconds: longer than its reader, which may wait for others
+before it declines."""
+
+LOOK_S = 0.2
+"""Interval at which a rank that waits checks whether the load has failed, in seconds."""
 
 SHARE_BYTES = 256 << 20
 """Most bytes of a rank that are in the object store for other ranks at a time."""
 
 STORE_SHARE = 3
 """The ranks of a node together offer at most this fraction (1 / n) of its object store."""
-
-_USES = 8
-"""Number of used units that are reported in one message."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +52,29 @@ class RayPeers:
         self._coordinator = coordinator
         self.node = ray.get_runtime_context().get_node_id()
 
-    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> RayTransport:
-        """Returns the transport of shared units."""
-        return RayTransport(self._coordinator, key, rank, check)
+    def exchange(
+        self, key: OpKey, rank: int, ranks_here: int, check: Callable[[], None]
+    ) -> RayTransport:
+        """Returns the transport of shared units.
 
-    def budget_bytes(self, ranks_here: int) -> int:
-        """Returns how many bytes a rank may offer at a time.
+        Args:
+            key: The load.
+            rank: This rank.
+            ranks_here: Number of ranks of this node that read for others.
+            check: Raises if continuing is useless.
+        """
+        return RayTransport(self._coordinator, key, rank, check, self._most_units(ranks_here))
+
+    def _most_units(self, ranks_here: int) -> int:
+        """Returns how many units a rank may offer at a time, at least one.
 
         *Why* the store's size is read: a full store does not refuse bytes but spills them to disk.
         """
+        most_bytes = SHARE_BYTES
         with suppress(CheckpointError):
             room = int(ray_calls.store_bytes(self.node))
-            return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
-        return SHARE_BYTES
+            most_bytes = min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
+        return max(most_bytes // UNIT_BYTES, 1)
 
 
 class RayTransport:
@@ -84,6 +85,7 @@ class RayTransport:
         key: The load.
         rank: This rank.
         check: Raises if continuing is useless.
+        most_units: Most units that it offers at a time.
     """
 
     def __init__(
@@ -92,155 +94,132 @@ class RayTransport:
         key: OpKey,
         rank: int,
         check: Callable[[], None] = lambda: None,
+        most_units: int = 1,
     ) -> None:
         self._coordinator = coordinator
         self._key = key
         self._rank = rank
         self._check = check
+        self._most_units = most_units
         self._changed = threading.Condition()
-        self._refs: dict[int, Any] = {}
-        self._mine: dict[int, Any] = {}
-        self._gone: set[int] = set()
+        self._given: dict[int, Any] = {}
+        """The object of each offered unit that is still needed."""
+        self._replies: dict[int, Any] = {}
+        """The reply that comes when other ranks need an offered unit no more."""
+        self._used: set[int] = set()
         self._silent: set[int] = set()
-        self._heard_s: dict[int, float] = {}
-        self._reader: dict[int, int] = {}
-        self._unsent: list[int] = []
-        self._freed: Callable[[int], None] = lambda _: None
-        self._offered: list[int] = []
         self._left = False
 
-    def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
-        """See `Transport.enter`."""
-        self._freed = freed
-        units, readers = tuple(share.unit.tolist()), tuple(share.reader.tolist())
-        now_s = time.monotonic()
-        self._reader = dict(zip(units, readers, strict=True))
-        self._heard_s = dict.fromkeys(readers, now_s)
-        self._send(Enter(self._key, self._rank, units, readers))
-        start_thread(self._listen, "ray_dcp shared reads")
-
-    def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
+    def offer(self, unit: int, takers: int, data: memoryview) -> memoryview | None:
         """See `Transport.offer`."""
         try:
             ref = ray_calls.put(np.frombuffer(data, np.uint8), len(data))
-            found = ray_calls.get(ref).data
+            found: memoryview = ray_calls.get(ref).data
         except (RayError, NoRoomError) as error:
             logger.warning("The object store took no bytes, each rank reads them: %s", error)
             return None
+        reply = self._send(Give(self._key, unit, takers, [ref]))
+        if reply is None:
+            return None
         with self._changed:
-            self._mine[unit] = ref
-            self._offered.append(unit)
-        sent = self._send(Offer(self._key, self._rank, unit, ranks, [ref]))
-        return found if sent else None
+            self._given[unit], self._replies[unit] = ref, reply
+        return found
 
-    def decline(self, units: Sequence[int]) -> None:
-        """See `Transport.decline`."""
-        with self._changed:
-            for unit in units:
-                self._mine.pop(unit, None)
-        self._send(Decline(self._key, self._rank, tuple(units)))
-
-    def take(self, unit: int, reader: int) -> memoryview | None:
-        """See `Transport.take`."""
-        self._send_uses(1)
-        with self._changed:
-            while unit not in self._refs:
-                if unit in self._gone or self._left or reader in self._silent:
-                    return None
-                if time.monotonic() > self._heard_s[reader] + SHARE_TIMEOUT_S:
-                    logger.warning(
-                        "Rank %d has handed on nothing for %.0f s; rank %d reads the rest of its "
-                        "share from storage itself",
-                        reader,
-                        SHARE_TIMEOUT_S,
-                        self._rank,
-                    )
-                    self._silent.add(reader)
-                    return None
-                self._check()
-                self._changed.wait(0.2)
-            ref = self._refs[unit]
-        return self._fetched(ref, reader)
+    def has_room(self) -> bool:
+        """See `Transport.has_room`."""
+        end_s = time.monotonic() + SHARE_TIMEOUT_S
+        while not self._left and time.monotonic() <= end_s:
+            with self._changed:
+                for unit in self._used & self._given.keys() - self._replies.keys():
+                    del self._given[unit]
+                if len(self._given) < self._most_units:
+                    return True
+                waiting = {reply: unit for unit, reply in self._replies.items()}
+                if not waiting:
+                    self._changed.wait(LOOK_S)  # for `use`
+                    continue
+            try:
+                taken, _ = ray_calls.wait([*waiting], timeout=LOOK_S)
+            except RayError as error:
+                logger.warning("The coordinator does not answer about shared reads: %s", error)
+                return False
+            with self._changed:
+                for reply in taken:
+                    del self._replies[waiting[reply]]
+        return False
 
     def use(self, unit: int) -> None:
         """See `Transport.use`."""
         with self._changed:
-            self._refs.pop(unit, None)
-            self._unsent.append(unit)
-        self._send_uses(_USES)
+            self._used.add(unit)
+            self._changed.notify_all()
+
+    def decline(self, units: Sequence[int]) -> None:
+        """See `Transport.decline`."""
+        self._send(Decline(self._key, tuple(units)))
+
+    def take(self, unit: int, reader: int) -> memoryview | None:
+        """See `Transport.take`."""
+        if reader in self._silent:
+            self.skip([unit])
+            return None
+        reply = self._send(Take(self._key, self._rank, unit, TAKE_TIMEOUT_S))
+        handle = None if reply is None else self._wait(reply)
+        try:
+            if handle is not None:
+                view: memoryview | None = None
+                if handle:
+                    view = ray_calls.get(handle[0], timeout=SHARE_TIMEOUT_S).data
+                return view
+            why = f"nothing came from it in {TAKE_TIMEOUT_S:g} s"
+        except RayError as error:
+            why = str(error)
+        self.skip([unit])
+        if self._left:
+            return None
+        self._silent.add(reader)
+        logger.warning(
+            "Rank %d reads the rest of what rank %d reads for others from storage itself: %s",
+            self._rank,
+            reader,
+            why,
+        )
+        return None
+
+    def skip(self, units: Sequence[int]) -> None:
+        """See `Transport.skip`."""
+        if units:
+            self._send(Skip(self._key, self._rank, tuple(units)))
 
     def leave(self) -> None:
         """See `Transport.leave`."""
         with self._changed:
             self._left = True
-            self._refs.clear()
             self._changed.notify_all()
-        self._send(Leave(self._key, self._rank, tuple(self._offered)))
 
-    def _fetched(self, ref: Any, reader: int) -> memoryview | None:
-        try:
-            view: memoryview = ray_calls.get(ref, timeout=SHARE_TIMEOUT_S).data
-            return view
-        except RayError as error:
-            logger.warning("What rank %d has read is gone, storage is read: %s", reader, error)
-            with self._changed:
-                self._silent.add(reader)
-            return None
-
-    def _send_uses(self, at_least: int) -> None:
-        with self._changed:
-            if len(self._unsent) < at_least:
-                return
-            units, self._unsent = tuple(self._unsent), []
-        self._send(Use(self._key, self._rank, units))
-
-    def _send(self, message: ReadMessage) -> bool:
+    def _send(self, message: ReadMessage) -> Any:
+        """Sends a message; returns the reference of its reply, or None."""
         try:
             coordinator = self._coordinator()
             with ray_calls.starting_no_ray(), ray_calls.inside():
-                coordinator.share.remote(message)
+                return coordinator.share.remote(message)
         except (CheckpointError, RayError, ValueError) as error:
             logger.warning("The coordinator is out of reach for shared reads: %s", error)
-            return False
-        return True
+            return None
 
-    def _listen(self) -> None:
-        """Receives updates until this rank leaves, or the coordinator does not answer."""
-        seen = 0
+    def _wait(self, reply: Any) -> Any:
+        """Waits for a reply; returns None if it does not come.
+
+        Raises:
+            CheckpointError: `check` raised it.
+        """
+        end_s = time.monotonic() + TAKE_TIMEOUT_S + SHARE_TIMEOUT_S
         try:
-            while not self._left:
-                message = Listen(self._key, self._rank, seen, LISTEN_S)
-                coordinator = self._coordinator()
-                with ray_calls.starting_no_ray(), ray_calls.inside():
-                    answer = coordinator.share.remote(message)
-                updates = ray_calls.get(answer, timeout=LISTEN_S + SHARE_TIMEOUT_S)
-                if updates is None:
-                    break
-                seen += len(updates)
-                for new in updates:
-                    self._take_update(new)
-        except (CheckpointError, RayError, ValueError, SystemExit) as error:
-            logger.warning("The coordinator sends no updates of shared reads: %s", error)
-        with self._changed:
-            # Why: nothing will come any more.
-            self._silent.update(self._heard_s)
-            freed = [*self._mine]
-            self._mine.clear()
-            self._changed.notify_all()
-        for unit in freed:
-            self._freed(unit)
-
-    def _take_update(self, new: UnitUpdate) -> None:
-        with self._changed:
-            reader = self._reader.get(new.unit, -1)
-            if reader == self._rank:
-                self._mine.pop(new.unit, None)
-            else:
-                self._heard_s[reader] = time.monotonic()
-                if new.what == "there":
-                    self._refs[new.unit] = new.handle[0]
-                else:
-                    self._gone.add(new.unit)
-            self._changed.notify_all()
-        if reader == self._rank:
-            self._freed(new.unit)
+            while not ray_calls.wait([reply], timeout=LOOK_S)[0]:
+                self._check()
+                if self._left or time.monotonic() > end_s:
+                    return None
+            return ray_calls.get(reply)
+        except RayError as error:
+            logger.warning("The coordinator does not answer about shared reads: %s", error)
+            return None

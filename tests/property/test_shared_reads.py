@@ -1,4 +1,4 @@
-"""What several ranks need is read once, comes to each of them whole, and within the budget."""
+"""What several ranks need is read once, comes to each of them whole, and few units at a time."""
 
 from __future__ import annotations
 
@@ -189,12 +189,12 @@ def layouts(draw):
 @given(
     case=layouts(),
     unit_bytes=st.sampled_from([64, 500, 4096]),
-    budget_bytes=st.sampled_from([1, 600, 1 << 20]),
+    most_units=st.sampled_from([1, 2, 100]),
     trouble=st.sampled_from(["none", "refused", "lost"]),
     seed=st.integers(0, 3),
 )
 def test_ranks_that_share_reads_get_what_each_would_read_alone(
-    case, unit_bytes, budget_bytes, trouble, seed
+    case, unit_bytes, most_units, trouble, seed
 ):
     source, target, writers, readers, shapes = case
     table, files, expected = written(source, writers, shapes)
@@ -223,10 +223,11 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
                 board, rank,
                 refuses=bad if trouble == "refused" else lambda _: False,
                 loses=bad if trouble == "lost" else lambda _: False,
+                most_units=most_units,
             )  # fmt: skip
             relays[rank] = SharedReadStorage(
                 storage, table.files, share, rank, prepared.reads(), exchange,
-                budget_bytes=budget_bytes, num_threads=2,
+                num_threads=2,
             )  # fmt: skip
     errors: list[BaseException] = []
 
@@ -264,6 +265,6 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
     if trouble == "lost" and any(len(shares.of_rank(rank)) for rank in relays):
         lost = [u for u in range(len(shares)) if bad(u)]
         assert (sum(relay.bytes_instead for relay in relays.values()) > 0) == bool(lost)
-    longest = int((shares.high - shares.low).max(initial=0))
-    assert all(most <= max(budget_bytes, longest) for most in board.most_bytes.values())
-    assert board.handover.num_there == 0
+    # Each of two threads may have asked for room before the other offered.
+    assert all(most <= most_units + 1 for most in board.most.values())
+    assert set(board.states()) <= {"gone"}

@@ -7,7 +7,7 @@ ranks read to each other, as ranks on Ray do.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -16,12 +16,12 @@ import pytest
 from ray_dcp import saving
 from ray_dcp.commit_protocol.commands import step_of
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
+from ray_dcp.commit_protocol.load import SharedUnit
 from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.tasks import perform
+from ray_dcp.io import shared_read
 from ray_dcp.place.attempt_id import new_attempt
-from ray_dcp.planning.reads import RankShare
 from ray_dcp.rank.unchanged import RunHistory
 from tests.support.world import Shell
 
@@ -154,22 +154,23 @@ def run_as_ranks(work: Callable[[int], object], world_size: int, dies=lambda *_:
 
 # --- Shared reads among threads -------------------------------------------------------------------
 
-LOAD = OpKey("threads", 0)
-
 
 class Board:
     """What all ranks of one load share.
 
     Attributes:
-        held_bytes: Of the units that are offered now, by reader.
-        most_bytes: The most that each reader ever had offered.
+        units: By number.
+        most: The most units that each reader ever had offered at a time.
     """
 
     def __init__(self) -> None:
-        self.handover = SharedReads()
+        self.units: defaultdict[int, SharedUnit] = defaultdict(SharedUnit)
         self.changed = threading.Condition()
-        self.held_bytes: Counter[int] = Counter()
-        self.most_bytes: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+
+    def states(self) -> list[str]:
+        """Returns the state of each unit, by number."""
+        return [unit.state for _, unit in sorted(self.units.items())]
 
 
 class ThreadExchange:
@@ -180,6 +181,7 @@ class ThreadExchange:
         rank: This rank.
         refuses: Whether a unit that this rank has read can't be handed on.
         loses: Whether a unit that was handed on can't be had.
+        most_units: Most units that it offers at a time.
     """
 
     def __init__(
@@ -188,79 +190,69 @@ class ThreadExchange:
         rank: int,
         refuses: Callable[[int], bool] = lambda _: False,
         loses: Callable[[int], bool] = lambda _: False,
+        most_units: int = 100,
     ) -> None:
         self._board, self._rank = board, rank
         self._refuses, self._loses = refuses, loses
-        self._freed: Callable[[int], None] = lambda _: None
-        self._seen = 0
-        self._there: dict[int, bytes] = {}
-        self._gone: set[int] = set()
-        self._lengths: dict[int, int] = {}
+        self._most_units = most_units
+        self._given: set[int] = set()
+        self._used: set[int] = set()
         self._left = False
-        self._offered: list[int] = []
-        self._reader: dict[int, int] = {}
 
-    def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
-        self._freed = freed
-        self._reader = dict(zip(share.unit.tolist(), share.reader.tolist(), strict=True))
-        self._say(Enter(LOAD, self._rank, tuple(self._reader), tuple(self._reader.values())))
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
+    def offer(self, unit: int, takers: int, data: memoryview) -> memoryview | None:
         if self._refuses(unit):
             return None
-        held, rank, board = bytes(data), self._rank, self._board
+        held, board = bytes(data), self._board
         with board.changed:
-            board.held_bytes[rank] += len(held)
-            board.most_bytes[rank] = max(board.most_bytes[rank], board.held_bytes[rank])
-            self._lengths[unit] = len(held)
-            self._offered.append(unit)
-        self._say(Offer(LOAD, rank, unit, ranks, held))
+            self._given.add(unit)
+            board.most[self._rank] = max(board.most[self._rank], len(self._given))
+            board.units[unit].give(held, takers)
+            board.changed.notify_all()
         return memoryview(held)
 
-    def decline(self, units: Sequence[int]) -> None:
-        self._say(Decline(LOAD, self._rank, tuple(units)))
+    def has_room(self) -> bool:
+        board = self._board
 
-    def take(self, unit: int, reader: int) -> memoryview | None:
-        if self._loses(unit):
-            return None
-        with self._board.changed:
-            while unit not in self._there and unit not in self._gone and not self._left:
-                assert self._board.changed.wait(180), f"nobody offers unit {unit}"
-            found = self._there.get(unit)
-        return None if found is None else memoryview(found)
+        def is_so() -> bool:
+            gone = {unit for unit in self._given if board.units[unit].state == "gone"}
+            self._given -= gone & self._used
+            return self._left or len(self._given) < self._most_units
+
+        with board.changed:
+            return board.changed.wait_for(is_so, shared_read.SHARE_TIMEOUT_S) and not self._left
 
     def use(self, unit: int) -> None:
         with self._board.changed:
-            self._there.pop(unit, None)
-        self._say(Use(LOAD, self._rank, (unit,)))
-
-    def leave(self) -> None:
-        self._left = True
-        self._say(Leave(LOAD, self._rank, tuple(self._offered)))
-
-    def _say(self, word: Enter | Offer | Decline | Use | Leave) -> None:
-        with self._board.changed:
-            self._board.handover.take(word)
+            self._used.add(unit)
             self._board.changed.notify_all()
 
-    def _listen(self) -> None:
+    def decline(self, units: Sequence[int]) -> None:
+        with self._board.changed:
+            for unit in units:
+                if self._board.units[unit].state == "open":
+                    self._board.units[unit].withdraw()
+            self._board.changed.notify_all()
+
+    def take(self, unit: int, reader: int) -> memoryview | None:
+        if self._loses(unit):
+            return self.skip([unit])
         board = self._board
-        while not self._left:
-            with board.changed:
-                news = board.handover.updates(self._rank, self._seen)
-                if not news:
-                    board.changed.wait(0.05)
-                self._seen += len(news)
-                freed = []
-                for new in news:
-                    if self._reader[new.unit] == self._rank:
-                        freed.append(new.unit)
-                        board.held_bytes[self._rank] -= self._lengths.pop(new.unit)
-                    elif new.what == "there":
-                        self._there[new.unit] = new.handle
-                    else:
-                        self._gone.add(new.unit)
-                board.changed.notify_all()
-            for unit in freed:
-                self._freed(unit)
+        with board.changed:
+            came = board.changed.wait_for(
+                lambda: self._left or board.units[unit].state != "open", LIMIT_S
+            )
+            assert came, f"nobody offers unit {unit}"
+            found = board.units[unit].take(self._rank)
+            board.changed.notify_all()
+        return None if found is None else memoryview(found)
+
+    def skip(self, units: Sequence[int]) -> None:
+        with self._board.changed:
+            for unit in units:
+                self._board.units[unit].skip(self._rank)
+            self._board.changed.notify_all()
+
+    def leave(self) -> None:
+        with self._board.changed:
+            self._left = True
+            self._board.changed.notify_all()

@@ -12,16 +12,7 @@ import pytest
 
 from ray_dcp import errors, saving
 from ray_dcp.commit_protocol.commands import ReadCheckpoint, ShareReads
-from ray_dcp.commit_protocol.load import (
-    MOST_SENT_BYTES,
-    Decline,
-    Enter,
-    Leave,
-    Listen,
-    Offer,
-    SharedReads,
-    Use,
-)
+from ray_dcp.commit_protocol.load import MOST_SENT_BYTES, Decline, Give, SharedUnit, Take
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Exchanged,
@@ -45,7 +36,6 @@ from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.rank.rank_load import drive
-from ray_dcp.session.shared_reads import RayTransport
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayWork
 from tests.support.protocol import KEY, TARGET, Play
@@ -360,99 +350,81 @@ def test_a_load_goes_on_without_sharing_when_it_is_not_decided(fails):
 # The messages
 
 
-def enter(rank, units=(0,), readers=(0,)):
-    return Enter(KEY, rank, tuple(units), tuple(readers))
-
-
-def updates(reads, rank):
-    return [(new.what, new.unit, new.handle) for new in reads.updates(rank, 0)]
-
-
-BOTH = (enter(0), enter(1))
-TWO_UNITS = (enter(0, (0, 1), (0, 0)), enter(1, (0, 1), (0, 0)))
-OFFER, THERE, FREE = Offer(KEY, 0, 0, 2, "h"), ("there", 0, "h"), ("free", 0, None)
-TO_THREE = (*BOTH, enter(2), Use(KEY, 1, (0,)), Offer(KEY, 0, 0, 3, "h"))
-GONE = [("gone", 0, None), ("gone", 1, None)]
+GIVE = ("give", "h", 2)
 
 
 @pytest.mark.parametrize(
-    ("messages", "num_there", "expected"),
+    ("events", "state", "got"),
     [
-        ((enter(0), OFFER, enter(1)), 1, {1: [THERE]}),
-        ((*BOTH, *BOTH, OFFER, OFFER, Use(KEY, 0, (0,)), Use(KEY, 0, (0,))), 1, {1: [THERE]}),
-        (TO_THREE, 1, {2: [THERE], 1: []}),
-        ((*TO_THREE, Use(KEY, 0, (0,))), 1, {0: []}),
-        ((*TO_THREE, Use(KEY, 0, (0,)), Use(KEY, 2, (0,))), 0, {0: [FREE], 2: [FREE]}),
-        ((*TWO_UNITS, Decline(KEY, 0, (0,)), Leave(KEY, 0)), 0, {1: GONE}),
-        ((*TWO_UNITS, Leave(KEY, 0), Offer(KEY, 0, 1, 2, "late")), 0, {}),
-        ((*BOTH, Offer(KEY, 1, 0, 2, "false"), Decline(KEY, 1, (0,))), 0, {1: []}),
-        ((*BOTH, OFFER, Leave(KEY, 1), Use(KEY, 0, (0,))), 0, {}),
-        ((*BOTH, OFFER, Leave(KEY, 1), Use(KEY, 0, (0,)), enter(1)), 0, {1: [FREE]}),
+        ([GIVE, ("take", 1)], "there", ["h"]),
+        ([GIVE, ("take", 1), ("take", 1)], "there", ["h", "h"]),
+        ([GIVE, ("take", 1), ("take", 2)], "gone", ["h", "h"]),
+        ([GIVE, ("take", 1), ("take", 2), ("take", 1)], "gone", ["h", "h", None]),
+        ([GIVE, GIVE, ("skip", 1), ("take", 2)], "gone", ["h"]),
+        ([("skip", 1), ("skip", 2), GIVE], "gone", []),
+        ([("withdraw",), GIVE, ("take", 1)], "gone", [None]),
     ],
-    ids=["late", "twice", "offered", "in use", "free", "declined", "left", "false", "gone", "back"],
+    ids=["one", "twice", "both", "late", "skipped", "nobody", "declined"],
 )
-def test_messages_decide_which_units_are_there(messages, num_there, expected):
-    reads = SharedReads()
-    for message in messages:
-        reads.take(message)
-    assert reads.num_there == num_there
-    assert {rank: updates(reads, rank) for rank in expected} == expected
+def test_a_unit_is_there_until_all_who_need_it_have_it(events, state, got):
+    unit = SharedUnit()
+    found = [getattr(unit, what)(*how) for what, *how in events]
+    assert unit.state == state
+    takes = [answer for answer, (what, *_) in zip(found, events, strict=True) if what == "take"]
+    assert takes == got
+    assert (unit.handle is None) == (state == "gone")
 
 
-def test_messages_may_come_in_any_order():
-    said = [
-        enter(0, (0, 1, 2), (0, 0, 1)), enter(1, (0, 1, 2), (0, 0, 1)),
-        OFFER, Use(KEY, 1, (0,)), Leave(KEY, 0, (0,)), Leave(KEY, 1),
-    ]  # fmt: skip
-    for order in itertools.permutations(said):
-        reads = SharedReads()
-        for message in order:
-            reads.take(message)
-        assert reads.num_there == 0
-        # The last thing that the reader learns is that its unit is free, in whatever order.
-        assert updates(reads, 0)[-1][:2] in {("free", 0), ("gone", 2)}
-        assert FREE in updates(reads, 0)
-        assert all(what == "gone" for what, unit, _ in updates(reads, 1) if unit == 1)
+def test_calls_about_a_unit_may_come_in_any_order():
+    for order in itertools.permutations([GIVE, ("skip", 1), ("skip", 2)]):
+        unit = SharedUnit()
+        for what, *how in order:
+            getattr(unit, what)(*how)
+        assert (unit.state, unit.is_taken) == ("gone", True)
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_a_unit_stays_until_its_last_byte_was_read(last):
+def test_a_unit_takes_room_until_its_last_byte_was_read(last):
     board = Board()
-    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
-    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
-    board.handover.take(Leave(KEY, 1))
+    exchange = ThreadExchange(board, 0)
+    mine = a_relay(exchange, 0)
+    ThreadExchange(board, 1).skip([0, 1, 2])
     mine.start()
     mine.read_into("f", 0, memoryview(bytearray(29 + last)))
-    free = {new.unit for new in board.handover.updates(0, 0) if new.what == "free"}
+    assert exchange.has_room()
+    assert (2 not in exchange._given) == bool(last)
     mine.finish()
-    assert (2 in free) == bool(last)
 
 
 # Where they are kept
 
 
-def test_who_listens_is_answered_as_soon_as_something_is_new():
+def test_calls_are_answered_as_soon_as_a_unit_is_there_or_gone():
     over: set[OpKey] = set()
 
     async def play():
         board = SharedReadDispatch(lambda key: key in over)
-        await board.share(enter(1))
-        waiting = asyncio.ensure_future(board.share(Listen(KEY, 1, 0, 60.0)))
+        takes = [asyncio.ensure_future(board.share(Take(KEY, rank, 0, 60.0))) for rank in (1, 2)]
         await asyncio.sleep(0)
-        await board.share(Offer(KEY, 0, 0, 2, "h"))
-        news = await asyncio.wait_for(waiting, 10)
-        nothing = await board.share(Listen(KEY, 1, 1, 0.0))
-        waiting = asyncio.ensure_future(board.share(Listen(KEY, 1, 1, 60.0)))
+        give = asyncio.ensure_future(board.share(Give(KEY, 0, 2, "h")))
+        assert [await asyncio.wait_for(each, 10) for each in takes] == ["h", "h"]
+        await asyncio.wait_for(give, 10)
+        assert await board.share(Take(KEY, 1, 1, 0.0)) is None  # not in time
+        await board.share(Decline(KEY, (1,)))
+        assert await board.share(Take(KEY, 1, 1, 60.0)) == ()
+        waiting = [
+            asyncio.ensure_future(board.share(message))
+            for message in (Give(KEY, 2, 1, "h"), Take(KEY, 1, 3, 60.0))
+        ]
         await asyncio.sleep(0)
         over.add(KEY)
         board.tidy()
-        return news, nothing, await asyncio.wait_for(waiting, 10), await board.share(enter(2))
+        assert [await asyncio.wait_for(each, 10) for each in waiting] == [None, None]
+        assert await board.share(Take(KEY, 1, 2, 60.0)) is None
+        assert not board._loads
+        assert not board._changes
 
-    news, nothing, at_the_end, after_it = asyncio.run(play())
-    assert [new.handle for new in news] == ["h"]
-    assert not nothing
-    assert at_the_end is None
-    assert after_it is None
+    asyncio.run(play())
 
 
 # One who waits for the others
@@ -479,14 +451,13 @@ def a_relay(exchange, reader: int, **more) -> SharedReadStorage:
 def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeypatch):
     monkeypatch.setattr(shared_read, "SHARE_TIMEOUT_S", 0.3)
     board = Board()
-    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=10)
-    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    mine = a_relay(ThreadExchange(board, 0, most_units=1), 0)
     mine.start()
     target = bytearray(30)
     mine.read_into("f", 0, memoryview(target))
     mine.finish()
     assert target == bytes(range(30))
-    assert [new.what for new in board.handover.updates(1, 0)] == ["there", "gone", "gone"]
+    assert board.states() == ["there", "gone", "gone"]
 
 
 def test_a_load_that_failed_elsewhere_ends_the_wait():
@@ -497,12 +468,12 @@ def test_a_load_that_failed_elsewhere_ends_the_wait():
             raise errors.SaveCancelledError("failed elsewhere")
 
     class Deaf(ThreadExchange):
-        def offer(self, unit, ranks, data):
+        def offer(self, unit, takers, data):
             stop.set()
             threading.Event().wait(5)
             return
 
-    mine = a_relay(Deaf(Board(), 0), 0, budget_bytes=10, check=check)
+    mine = a_relay(Deaf(Board(), 0), 0, check=check)
     mine.start()
     with pytest.raises(errors.SaveCancelledError):
         mine.read_into("f", 0, memoryview(bytearray(30)))
@@ -510,14 +481,13 @@ def test_a_load_that_failed_elsewhere_ends_the_wait():
 
 def test_a_reader_whose_storage_fails_tells_so_and_finds_out_itself():
     board = Board()
-    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
-    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    mine = a_relay(ThreadExchange(board, 0), 0)
     mine._inner.delete(["f"])
     mine.start()
     with pytest.raises(errors.StorageError):
         mine.read_into("f", 0, memoryview(bytearray(30)))
     mine.finish(failed=True)
-    assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
+    assert board.states() == ["gone"] * 3
 
 
 @pytest.fixture
@@ -526,7 +496,7 @@ def no_threads(monkeypatch):
     begin = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name in ("ray_dcp reads for all", "ray_dcp shared reads"):
+        if thread.name == "ray_dcp reads for all":
             raise RuntimeError("can't start new thread")
         begin(thread)
 
@@ -535,20 +505,11 @@ def no_threads(monkeypatch):
 
 def test_a_reader_without_a_thread_fails_and_keeps_nobody_waiting(no_threads):
     board = Board()
-    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
-    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    mine = a_relay(ThreadExchange(board, 0), 0)
     with pytest.raises(errors.LimitError, match="start a thread"):
         mine.start()
     mine.finish(failed=True)
-    assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
-
-
-def test_shared_reads_fail_without_a_thread_that_hears_of_them(no_threads):
-    def out_of_reach() -> None:
-        raise errors.ParticipantError("no coordinator")
-
-    with pytest.raises(errors.LimitError, match="start a thread"):
-        RayTransport(out_of_reach, KEY, 0).enter(one_share(0, 2), lambda unit: None)
+    assert board.states() == ["gone"] * 3
 
 
 class Peers:
@@ -559,11 +520,8 @@ class Peers:
     def __init__(self) -> None:
         self.board = Board()
 
-    def exchange(self, key: OpKey, rank: int, check: object) -> ThreadExchange:
-        return ThreadExchange(self.board, rank)
-
-    def budget_bytes(self, ranks_here: int) -> int:
-        return 1
+    def exchange(self, key: OpKey, rank: int, ranks_here: int, check: object) -> ThreadExchange:
+        return ThreadExchange(self.board, rank, most_units=1)
 
 
 def test_a_rank_that_can_not_load_keeps_nobody_waiting_for_what_it_would_read(
