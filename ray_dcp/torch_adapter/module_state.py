@@ -28,7 +28,7 @@ from ray_dcp.torch_adapter.flatten import (
 )
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, StoredValue, gives_torchs
-from ray_dcp.torch_adapter.shards import is_sharded
+from ray_dcp.torch_adapter.shards import is_on_meta, is_sharded
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.tensors import dtype_name
 
@@ -78,7 +78,7 @@ class ModuleState:
             self._module.load_state_dict(own)
         held = self._module.state_dict() if self._without_memory else {}
         if still := [
-            name for name in self._without_memory if held[self._raw.get(name, name)].is_meta
+            name for name in self._without_memory if is_on_meta(held[self._raw.get(name, name)])
         ]:
             raise _on_meta(self._key, still)
 
@@ -154,7 +154,7 @@ class ModuleState:
         skipped = [
             name
             for name, tensor in tensors.items()
-            if tensor.is_meta and (full := f"{self._key}.{name}") in stored.names
+            if is_on_meta(tensor) and (full := f"{self._key}.{name}") in stored.names
             if not prefixes or below(full, prefixes)
         ]
         if not skipped or not gives_torchs(self._module, nn.Module, "load_state_dict"):

@@ -73,6 +73,16 @@ def is_sharded(value: Any) -> bool:
     )
 
 
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Returns whether what this rank has of a tensor is on the meta device.
+
+    Why not `is_meta`: a `ShardedTensor` without shards of this rank raises there.
+    """
+    if isinstance(tensor, ShardedTensor):
+        return any(shard.tensor.is_meta for shard in tensor.local_shards())
+    return tensor.is_meta
+
+
 def why_part(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor must not be saved within an object, or None if this rank has all of it.
 

@@ -161,7 +161,7 @@ def test_a_rank_outside_the_mesh_of_a_tensor_contributes_nothing() -> None:
 
 
 def sharded_tensor(full: torch.Tensor, rank: int, nested: bool = False) -> ShardedTensor:
-    """Rows 2 r and 2 r + 1 on rank r; `nested`: as a ShardedTensor of one ShardedTensor."""
+    """Rows 2 r and 2 r + 1 on rank r of 2; `nested`: as a ShardedTensor of one ShardedTensor."""
 
     def metadata(offset: int, of: int, sizes: list[int]) -> ShardMetadata:
         return ShardMetadata([offset, 0], sizes, placement=f"rank:{of}/cpu")
@@ -178,9 +178,8 @@ def sharded_tensor(full: torch.Tensor, rank: int, nested: bool = False) -> Shard
             [LocalShard(full[2 * rank + rank : 2 * rank + rank + 1].clone(),
                         inner.shards_metadata[rank])], inner)  # fmt: skip
     outer = ShardedTensorMetadata(shards, full.shape, properties)
-    tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [LocalShard(full[2 * rank : 2 * rank + 2].clone(), shards[rank])], outer
-    )
+    own = [LocalShard(full[2 * r : 2 * r + 2].clone(), shards[r]) for r in range(2) if r == rank]
+    tensor = ShardedTensor._init_from_local_shards_and_global_metadata(own, outer)
     if nested:
         tensor.local_shards()[0].tensor = local
     return tensor
@@ -197,6 +196,38 @@ def test_sharded_tensors_are_described_as_torch_describes_them() -> None:
         return frozen(captured)
 
     check_restores({"w": full}, on_ranks(2, on_rank))
+
+
+class _OfFSDP1(torch.nn.Module):
+    """A module whose state is a tensor as FSDP1 gives it."""
+
+    def __init__(self, tensor: ShardedTensor) -> None:
+        super().__init__()
+        self.state = {"w": tensor}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> None:
+        self.state = dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+def test_a_rank_that_has_no_rows_of_a_sharded_tensor_loads_its_module() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+
+    def on_rank(rank: int) -> Capture:
+        state = {"m": {"w": sharded_tensor(full, rank)}}
+        return frozen(capture(state, rank=rank, world_size=2))
+
+    saved = on_ranks(2, on_rank)
+    for rank in range(3):
+        with as_rank(rank, 3):
+            module = _OfFSDP1(sharded_tensor(torch.zeros_like(full), rank))
+            load(stored(*saved), {"m": module})
+            shards = module.state["w"].local_shards()
+            assert len(shards) == (rank < 2)
+            assert all(torch.equal(one.tensor, full[2 * rank : 2 * rank + 2]) for one in shards)
 
 
 def test_everything_that_cannot_be_saved_is_told_at_once() -> None:
