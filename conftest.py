@@ -46,6 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 # Adapters whose framework is not installed: those are extras.
 _NEEDS = {
     "ray_dcp/data.py": "torchdata",
+    "ray_dcp/integrations/accelerate.py": "accelerate",
     "ray_dcp/integrations/hf.py": "transformers",
     "ray_dcp/integrations/lightning.py": "lightning_fabric",
     "ray_dcp/integrations/torchtitan.py": "torchtitan",

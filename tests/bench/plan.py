@@ -46,7 +46,7 @@ from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.world import Batch, Shell, join_save
 
-WORLDS = (64, 256, 1024, 4096, 10240)
+WORLDS = (64, 256, 1024, 2816, 4096, 10240)
 TENSORS = 1000
 WARM_SAVES = 3
 """Of which the median is told."""
