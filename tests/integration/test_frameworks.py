@@ -44,7 +44,7 @@ from ray_dcp.integrations.hf import RayDcpCallback, export_pretrained
 from ray_dcp.manager import CheckpointManager
 from tests.support import titan
 from tests.support.checkpoints import flip
-from tests.support.programs import hf_trainer, hub_ranks
+from tests.support.programs import hf_trainer, hub_ranks, whole_state_ranks
 from tests.support.programs.forks import plain_environment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -554,6 +554,24 @@ def test_two_ranks_under_fsdp2_begin_and_end_with_a_model_of_the_hub(tmp_path: P
     found = hub_ranks.read_model(tmp_path / "exported")
     assert found.keys() == first.keys()
     assert all(found[name].equal(first[name]) for name in first)
+
+
+def test_a_run_goes_on_as_it_was_unless_a_part_of_its_state_is_left_out(programs, tmp_path):
+    ended = programs.run(
+        "-m", "tests.support.programs.whole_state_ranks", str(tmp_path),
+        ranks=2, env=plain_environment(OMP_NUM_THREADS="1"), imports=["tokenizers"],
+    )  # fmt: skip
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    for found in map(json.loads, (one.stdout for one in ended)):
+        whole = found.pop("whole")
+        assert found.pop("adapters") == whole
+        assert whole[3:] == found.pop("again") == found.pop("adapters again")
+        assert len(found) == len(whole_state_ranks.PARTS)
+        assert [part for part, log in found.items() if log == whole[3:]] == []
+    saved = ray_dcp.open(tmp_path / "adapters" / "step-00000003").tensors
+    assert {name for name in saved if name.startswith("model.")} == {
+        f"model.{layer}.lora_{side}.weight" for layer in (2, 4) for side in "AB"
+    }
 
 
 def test_fsdp2_goes_on_with_fewer_ranks(programs, tmp_path):
