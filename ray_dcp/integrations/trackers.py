@@ -29,7 +29,7 @@ import contextvars
 import logging
 import queue
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="Tracker")
 
+STEP = "ray_dcp/step"
+"""The axis of the numbers in W&B."""
 _MOST_WAITING = 1000
 """Events that wait for a slow service; more are dropped. A save has six."""
 _EXIT_S = 5.0
@@ -200,7 +202,9 @@ class WandbTracker(_ValuesTracker):
     Each committed step is a version of the artifact `checkpoint-<run id>`, which refers to the
     files where they lie; nothing is uploaded. Its aliases are `latest`, `step-<number>` and the
     tags of the step. Tags that are set later are added with the next commit, or by `close`. Times
-    and bytes have the names `ray_dcp/...` and join the row of the next `run.log`.
+    and bytes have the names `ray_dcp/...` and join the row of the next `run.log`. Of several
+    checkpoints between two calls, each later one joins the row of a later call; `close` logs rows
+    of their own for those that are left. So they change no step of the training's rows before.
 
     Args:
         run: The run; by default the active one.
@@ -221,16 +225,46 @@ class WandbTracker(_ValuesTracker):
         self._artifact = wandb.Artifact
         self._root = None if root is None else as_target(root)
         self._logged: dict[int, tuple[Event, frozenset[str] | None]] = {}
+        self._rows: deque[dict[str, float]] = deque()
+        self._row_step: int | None = None
         define = self._run_of_wandb.define_metric
-        define("ray_dcp/step")
-        define("ray_dcp/*", step_metric="ray_dcp/step")
+        define(STEP)
+        define("ray_dcp/*", step_metric=STEP)
         super().__init__()
 
     def log(self, values: dict[str, float], step: int | None, at_s: float) -> None:
         """See `_ValuesTracker`."""
-        # Why not committed: a row of its own would shift the steps of the training's rows.
-        where = {} if step is None else {"ray_dcp/step": step}
-        self._run_of_wandb.log({**values, **where}, commit=False)
+        found = {**values, **({} if step is None else {STEP: step})}
+        last = self._rows[-1] if self._rows else {}
+        if not last or last.get(STEP) != step or not values.keys().isdisjoint(last):
+            self._rows.append(found)
+            self._end_row()
+        else:
+            last.update(found)
+        if len(self._rows) == 1:
+            self._log_first(found)
+
+    def _log_first(self, values: dict[str, float]) -> None:
+        """Adds values of the first row to W&B's row, which the next `run.log` ends."""
+        # Why not committed: a row of its own would shift the steps of the training's rows, and W&B
+        # drops what a caller logs with a step that has passed.
+        self._run_of_wandb.log(values, commit=False)
+        self._row_step = self._step_of_wandb()
+
+    def _end_row(self) -> None:
+        """Begins the next row if the training has ended W&B's row since the first was added."""
+        step = self._step_of_wandb() if len(self._rows) > 1 else None
+        if len(self._rows) > 1 and (step is None or step != self._row_step):
+            self._rows.popleft()
+            if len(self._rows) > 1:
+                self._log_first(self._rows[0])
+
+    def _step_of_wandb(self) -> int | None:
+        """Returns the step of W&B's row; None where several processes log to one run."""
+        try:
+            return int(self._run_of_wandb.step)
+        except Exception:  # noqa: BLE001 - what a shared run raises is W&B's own
+            return None
 
     def commit(self, event: Event, step: int | None) -> None:
         """Logs an artifact for the step, and new tags of earlier ones."""
@@ -240,7 +274,12 @@ class WandbTracker(_ValuesTracker):
             self._refer_all()
 
     def finish(self) -> None:
-        """Adds tags that were set since the last commit."""
+        """Logs the rows that are left, and adds tags that were set since the last commit."""
+        if len(self._rows) > 1:
+            self._run_of_wandb.log({}, commit=True)
+        while len(self._rows) > 1:
+            self._rows.popleft()
+            self._run_of_wandb.log(self._rows[0], commit=len(self._rows) > 1)
         if self._logged:
             self._refer_all()
 

@@ -86,6 +86,15 @@ def records(folder: Path) -> Iterator[Any]:
             whole = b""
 
 
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Returns the rows that a run of W&B has logged."""
+    return [
+        {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in one.history.item}
+        for one in records(folder)
+        if one.HasField("history")
+    ]
+
+
 def test_wandb_has_a_reference_to_each_step_with_its_tags_and_the_times(wandb, tmp_path):
     run_path = tmp_path / "run"
     run = start(wandb)
@@ -115,17 +124,40 @@ def test_wandb_has_a_reference_to_each_step_with_its_tags_and_the_times(wandb, t
     references = {one.ref: one.size for one in artifacts[0].manifest.contents}
     files = {path.as_uri(): path.stat().st_size for path in folder.iterdir()}
     assert references.items() >= {k: v for k, v in files.items() if ".distcp" in k}.items()
-    rows = [
-        {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in one.history.item}
-        for one in found
-        if one.HasField("history")
-    ]
+    rows = history(tmp_path / "wandb-files")
     # The times are in rows of the training, whose steps they do not change.
     assert [row["loss"] for row in rows if "loss" in row] == [0.5, 0.25]
     assert [row["_step"] for row in rows if "loss" in row] == [0, 1]
     saves = [row for row in rows if "ray_dcp/save_durable_seconds" in row]
     assert [row["ray_dcp/step"] for row in saves][-1] == 2
     assert all(row["ray_dcp/written_bytes"] >= STATE_BYTES for row in saves)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_each_commit_between_two_rows_of_the_training_is_kept(wandb, tmp_path, explicit: bool):
+    run = start(wandb)
+
+    def train(number: int) -> None:
+        run.log({"loss": float(number)}, **({"step": number} if explicit else {}))
+
+    train(0)
+    with trackers.WandbTracker(run) as tracker, CheckpointManager(tmp_path / "run", 1) as manager:
+        for step in range(1, 6):
+            manager.save(step, state())
+        assert eventually(lambda: len(tracker._logged) == 5)
+        train(1)
+        train(2)
+        manager.save(6, state())
+        assert eventually(lambda: len(tracker._logged) == 6)
+        train(3)
+    run.finish()
+    wandb.teardown()
+    found = history(tmp_path / "wandb-files")
+    rows = [row for row in found if "loss" in row]
+    assert [(row["_step"], row["loss"]) for row in rows] == [(n, float(n)) for n in range(4)]
+    saves = [row for row in found if "ray_dcp/save_durable_seconds" in row]
+    assert [row["ray_dcp/step"] for row in saves] == [1, 2, 3, 4, 5, 6]
+    assert all("ray_dcp/save_plan_seconds" in row for row in saves)
 
 
 def test_wandb_finds_tags_where_the_root_has_options(wandb):
