@@ -82,6 +82,7 @@ from ray_dcp.transform.conversion import read_state_dict as read_state_dict
 from ray_dcp.transform.conversion import torch_save_to_dcp as torch_save_to_dcp
 from ray_dcp.transform.exporting import copy as copy
 from ray_dcp.transform.exporting import export as export
+from ray_dcp.transform.hf_assets import hf_assets as hf_assets
 from ray_dcp.transform.importing import import_checkpoint as import_checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
 from ray_dcp.view.progress import Progress as Progress

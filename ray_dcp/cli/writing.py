@@ -5,6 +5,7 @@ They import torch only where they write tensors, and never Ray.
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from collections import Counter
@@ -68,12 +69,22 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import is_full
-from ray_dcp.transform.exporting import ExportFormat, copied_bytes, plan_export, still_there
+from ray_dcp.transform.exporting import (
+    ExportFormat,
+    ExportPlan,
+    copied_bytes,
+    format_of,
+    plan_export,
+    still_there,
+)
 from ray_dcp.transform.exporting import copy as copy_checkpoint
 from ray_dcp.transform.exporting import export as export_checkpoint
+from ray_dcp.transform.hf_assets import MODEL_CONFIG
 from ray_dcp.transform.importing import check_source, import_checkpoint
+from ray_dcp.transform.peft_adapter import CONFIG_FILE
 from ray_dcp.transform.rewriting import check_writable
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
+from ray_dcp.view.model_choice import find_model
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_listing import FOREIGN, folders_above
 from ray_dcp.view.run_view import StepView, check_no_step, read_run
@@ -95,66 +106,100 @@ _MOST_TRIES = 20
     "--format",
     "kind",
     type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
-    default="safetensors",
-    show_default=True,
-    help="safetensors, torch: one file; hf: a folder with an index; dcp: for stock DCP.",
+    help="safetensors, torch: one file; hf: a folder for from_pretrained; dcp: for stock DCP. "
+    "By default, that of the ending of TARGET.",
 )
 @part
 @patterns
 @dtype
 @click.option("--strip-prefix", default="", metavar="TEXT", help="Leave it out before names.")
 @click.option(
-    "--model-only", is_flag=True, help="Short for --tensor 'model.*' --strip-prefix model."
+    "--key-map",
+    "renames",
+    metavar="REGEX=TEXT",
+    multiple=True,
+    help="Replace in names, as '^layers=model.layers'; may be given often.",
+)
+@click.option("--model-only", is_flag=True, help="The model's tensors, named as in the model.")
+@click.option(
+    "--assets", type=PLACE, metavar="FOLDER", help="Copy config and tokenizer from it, for hf."
 )
 @dry_run
 def export(
     source: str,
     target: str,
-    kind: str,
+    kind: str | None,
     part: str | None,
     include: tuple[str, ...],
     dtype: str | None,
     strip_prefix: str,
+    renames: tuple[str, ...],
     model_only: bool,
+    assets: str | None,
     dry_run: bool,
 ) -> None:
     """Write the checkpoint SOURCE, a path or RUN@STEP, as TARGET in another format.
 
     The export is streamed: memory holds at most one tensor. Free disk space is checked first.
-    safetensors and hf contain tensors only; objects that they leave out are listed.
+    safetensors and hf contain tensors only; objects that they leave out are listed. Beside the
+    weights, hf has the files of config and tokenizer that the checkpoint has, or FOLDER.
     """
     address = part_of(address_of(source), part)
     view = address.open(source)
+    lines = list[str]()
     if model_only:
         if include or strip_prefix:
             raise InvalidRequestError("give --model-only, or --tensor and --strip-prefix; not both")
-        include, strip_prefix = ("model.*",), "model."
-        if not any(name.startswith(strip_prefix) for name in view.names):
-            tops = few(sorted({name.partition(".")[0] for name in view.names}))
-            raise InvalidRequestError(
-                f"expected names below 'model.' in {view.url}, found {tops}: choose with --tensor "
-                f"and --strip-prefix"
-            )
-    form = cast(ExportFormat, kind)
+        model = find_model(view)
+        include, strip_prefix = (f"{glob.escape(model.prefix)}*",), model.prefix
+        others = f", and not {few(model.others)}" if model.others else ""
+        lines.append(f"took the model in {model.prefix or 'the whole checkpoint'}{others}")
     choice: dict[str, Any] = {"include": include, "dtype": dtype, "strip_prefix": strip_prefix}
+    choice |= {"key_map": [_rename(one) for one in renames] or None, "assets": assets}
+    form = format_of(target, cast(ExportFormat | None, kind))
     plan = plan_export(view, target, form, **choice)
     if not dry_run:
         with marks_removed_last(), progress("exporting", target) as meter, kept(address.place):
             export_checkpoint(address.place, target, form, **choice, progress=meter)
-    verb = "would write" if dry_run else "wrote"
+    told({**asdict(plan), "dry_run": dry_run}, *_export_lines(plan, address.name, dry_run), *lines)
+
+
+def _rename(text: str) -> tuple[str, str]:
+    """Returns the pattern and the replacement of a rename that was given."""
+    # Why the last: a pattern such as `(?=...)` has one, and no name of a tensor does.
+    pattern, sign, replacement = text.rpartition("=")
+    if not sign:
+        raise InvalidRequestError(
+            f"expected --key-map REGEX=TEXT, as '^layers=model.layers', found {text!r}",
+            key="key_map",
+        )
+    return pattern, replacement
+
+
+def _export_lines(plan: ExportPlan, name: str, dry_run: bool) -> list[str]:
+    verb, form = "would write" if dry_run else "wrote", plan.format
     objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
     lines = [
-        f"{verb} {count_text(plan.num_tensors, 'tensor')}{objects} of {address.name}, about "
-        f"{size_text(plan.num_bytes)}, as {kind} to {target}"
+        f"{verb} {count_text(plan.num_tensors, 'tensor')}{objects} of {name}, about "
+        f"{size_text(plan.num_bytes)}, as {form} to {plan.target}"
     ]
-    if plan.left_out:
+    if plan.assets:
+        lines.append(f"{verb} beside the weights: {few(plan.assets)}")
+    if plan.adapter is not None:
+        called = f" {plan.adapter}" if plan.adapter else ""
+        lines.append(f"it is the PEFT adapter{called}; left out {few(plan.left_out)}")
+        if CONFIG_FILE not in plan.assets:
+            lines.append(f"PEFT needs {CONFIG_FILE} beside it: --assets FOLDER copies it")
+    elif plan.left_out:
         count = count_text(len(plan.left_out), "object")
-        lines.append(f"left out {count}, as {kind} holds tensors alone: {few(plan.left_out)}")
+        lines.append(f"left out {count}, as {form} holds tensors alone: {few(plan.left_out)}")
         lines.append("--format torch and --format dcp hold objects, too")
+    if form == "hf" and plan.adapter is None and MODEL_CONFIG not in plan.assets:
+        lines.append(f"from_pretrained needs {MODEL_CONFIG} beside it: --assets FOLDER copies it")
     if plan.tied:
         pairs = few([f"{name} = {before}" for name, before in plan.tied.items()])
         lines.append(f"{verb} once what was of one memory when it was saved: {pairs}")
-    told({**asdict(plan), "dry_run": dry_run}, *lines)
+    return lines
 
 
 @click.command("import")

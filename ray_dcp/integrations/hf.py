@@ -36,20 +36,16 @@ from typing import Any, Literal
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from ray_dcp.errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    InvalidRequestError,
-)
-from ray_dcp.format.names import check_file_key
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager.collective_actions import RestoreReport
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.retention import Trust, TrustRule, rankings
 from ray_dcp.options import LoadOptions
 from ray_dcp.saving import CheckpointId
 from ray_dcp.torch_adapter.state import PerRank
-from ray_dcp.transform.conversion import read_state_dict
 from ray_dcp.transform.exporting import export
+from ray_dcp.transform.hf_assets import hf_assets, write_files
+from ray_dcp.view.run_view import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -396,7 +392,7 @@ class _Saved:
             trainer: The Trainer.
         """
         (folder / STATE_FILE).write_text(json.dumps(dict(self.state)), encoding="utf-8")
-        _write_files(folder, self.rank.get("rng", {}))
+        write_files(folder, self.rank.get("rng", {}))
         for name, states in (self.state.get("stateful_callbacks") or {}).items():
             each = (
                 one
@@ -469,10 +465,13 @@ def export_pretrained(
         UnsafeCheckpointError: The name of a file leaves the folder.
         CheckpointError: As `ray_dcp.export`.
     """
-    files = read_state_dict(checkpoint_id, include=("trainer.files.*",))["trainer"]["files"]
-    _check_files(files)
+    if not any(name.startswith("trainer.files.") for name in open_checkpoint(checkpoint_id).names):
+        raise InvalidRequestError(
+            f"expected a step that a RayDcpCallback saved, but {checkpoint_id} has no files of a "
+            f"Trainer; ray_dcp.export writes other checkpoints",
+            key="checkpoint_id",
+        )
     export(checkpoint_id, path, "hf", include=("model.*",), strip_prefix="model.", dtype=dtype)
-    _write_files(Path(path), files)
 
 
 def _state_of(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
@@ -517,44 +516,17 @@ def _pretrained_files(trainer: Any) -> dict[str, bytes]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     collator = getattr(trainer.data_collator, "tokenizer", None)
     processing = getattr(trainer, "processing_class", None) or collator
-    own = (getattr(model, name, None) for name in ("config", "generation_config"))
-    parts: list[Any] = [*own, processing]
-    with TemporaryDirectory(prefix="ray-dcp-trainer-") as folder:
-        for part in parts:
-            if hasattr(part, "save_pretrained"):
-                part.save_pretrained(folder)
-        # Why not as the Trainer writes them: reading its pickle runs code.
-        (Path(folder) / "training_args.json").write_text(trainer.args.to_json_string())
-        return _contents(folder)
+    has_config = hasattr(getattr(model, "config", None), "save_pretrained")
+    parts = [model] if has_config or hasattr(model, "peft_config") else []
+    parts += [processing] if hasattr(processing, "save_pretrained") else []
+    # Why not as the Trainer writes them: reading its pickle runs code.
+    told = trainer.args.to_json_string().encode()
+    return {**hf_assets(*parts), "training_args.json": told}
 
 
 def _contents(folder: str) -> dict[str, bytes]:
     files = [each for each in Path(folder).rglob("*") if each.is_file()]
     return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
-
-
-def _check_files(files: Mapping[str, Any]) -> None:
-    """Checks that files of a checkpoint stay in the folder that they are written to.
-
-    Raises:
-        UnsafeCheckpointError: The name of a file leaves the folder.
-        DamagedCheckpointError: A file has no bytes.
-    """
-    for name, content in files.items():
-        check_file_key(name)
-        if not isinstance(content, bytes):
-            raise DamagedCheckpointError(
-                f"expected bytes as the file {name!r} of a Trainer, found a "
-                f"{type(content).__name__}; export a step that a RayDcpCallback saved"
-            )
-
-
-def _write_files(folder: Path, files: Mapping[str, Any]) -> None:
-    _check_files(files)
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
 
 
 @contextmanager

@@ -427,6 +427,17 @@ def read_into(
     )
 
 
+def read_values(checkpoint_id: CheckpointId, names: Iterable[str]) -> dict[str, Any]:
+    """Returns objects of a checkpoint by name, loaded under the rules of `weights_only`.
+
+    Raises:
+        CheckpointError: As `load` does.
+    """
+    found: dict[str, Any] = dict.fromkeys(names)
+    read_into(found, checkpoint_id, None, None, casts=False)
+    return found
+
+
 def bytes_of(stored: Selected) -> int:
     """Returns the size of a tensor, in bytes."""
     return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
@@ -707,6 +718,8 @@ class HubFiles:
     """The tensors of each file."""
     casts: bool
     """Whether floating-point tensors are cast."""
+    one_file: str = ""
+    """Name of the only file, which then has no index; "" for the names of the hub."""
 
     @classmethod
     def of(
@@ -720,6 +733,7 @@ class HubFiles:
         file_bytes: int = 5 << 30,
         numbers: Mapping[str, int] | None = None,
         tied_once: bool = False,
+        one_file: str = "",
     ) -> HubFiles:
         """Returns the files of a checkpoint.
 
@@ -734,6 +748,7 @@ class HubFiles:
                 the last file. If None, `file_bytes` decides.
             tied_once: Whether, of tensors that were of one memory when they were saved, as tied
                 weights, the files have the first alone, as those of `save_pretrained` do.
+            one_file: Name of the only file, if there is to be no index.
 
         Raises:
             UnsupportedValueError: As for `dcp_to_safetensors`.
@@ -761,10 +776,13 @@ class HubFiles:
             for each in stored:
                 by_number.setdefault(numbers.get(each.fqn, last), []).append(each)
             entries = [by_number[number] for number in sorted(by_number)]
-        return cls(checkpoint_id, record, found, Path(folder), entries, dtype is not None)
+        casts = dtype is not None
+        return cls(checkpoint_id, record, found, Path(folder), entries, casts, one_file)
 
     def name(self, number: int) -> str:
         """Returns the name of a file, which is numbered from 0."""
+        if self.one_file:
+            return self.one_file
         return f"model-{number + 1:05d}-of-{len(self.entries):05d}.safetensors"
 
     def write(
@@ -830,6 +848,8 @@ class HubFiles:
             StorageError: The checkpoint was replaced in the meantime.
         """
         check_stands(self.checkpoint_id, self.record)
+        if self.one_file:
+            return
         stored = [each for entries in self.entries for each in entries]
         file_of = {
             each.fqn: self.name(number)

@@ -41,13 +41,25 @@ from ray_dcp.transform.copying import copy_checkpoint, is_copied, plan_copy
 from ray_dcp.transform.finished_work import publishing, take_over, temporary_directory
 from ray_dcp.transform.float_dtypes import float_dtype, torch_dtype
 from ray_dcp.transform.free_space import check_free_bytes, check_space
+from ray_dcp.transform.hf_assets import (
+    as_exported,
+    assets_in,
+    check_files,
+    files_of,
+    write_files,
+)
+from ray_dcp.transform.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from ray_dcp.transform.rewriting import check_one_state, check_still_stands, rewrite
-from ray_dcp.view.checkpoint_view import CheckpointView, read_view
+from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, read_view
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.verify import items_of
 
 ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
+Rename = Callable[[str], str | None]
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+"""Ends of the names of files that `torch.load` reads."""
+_A_FILE = {"torch": "a file of torch.save", "safetensors": "a safetensors file"}
 _FRAME_BYTES = 4096
 """Upper bound of the overhead that a tensor has in a file, in bytes."""
 _ONE_FILE_BYTES = 1 << 62
@@ -69,91 +81,233 @@ class ExportPlan:
     disk_bytes: int
     """Approximate disk space that the export needs, with temporary files, in bytes."""
     left_out: tuple[str, ...] = ()
-    """Names of objects, if the format can't hold objects."""
+    """Names of objects, if the format can't hold objects; with an adapter, also of the tensors of
+    its base model."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names that were of one memory with an earlier name, as tied weights, each with that name. The
     result has the tensor once; in `hf` under the earlier name alone, as `save_pretrained` does it.
     Empty for `safetensors` and `dcp`, which have both."""
+    assets: tuple[str, ...] = ()
+    """Files of config and tokenizer that `hf` has beside the weights."""
+    adapter: str | None = None
+    """Name of the PEFT adapter that `hf` has, as `PeftModel.from_pretrained` reads it; "" if the
+    names did not tell it. None if it is no adapter."""
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What of a checkpoint an export writes."""
+
+    names: tuple[str, ...]
+    """Names in the checkpoint, without those that are left out."""
+    left_out: tuple[str, ...]
+    rename: KeyMap | None
+    """From names in the checkpoint to those of the result; None leaves one out."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files beside the weights."""
+    adapter: str | None = None
 
 
 def plan_export(
     source: AnyPlace | CheckpointView,
     target: str | os.PathLike[str],
-    format: ExportFormat = "safetensors",  # noqa: A002 - what users call it
+    format: ExportFormat | None = None,  # noqa: A002 - what users call it
     *,
     include: Sequence[str] = (),
     dtype: str | None = None,
     strip_prefix: str = "",
+    key_map: KeyMap | None = None,
+    assets: str | os.PathLike[str] | None = None,
 ) -> ExportPlan:
     """Checks that an export is possible and returns its plan; see `export`."""
-    if format not in get_args(ExportFormat):
+    view = source if isinstance(source, CheckpointView) else read_view(source)
+    choice = _Choice(format_of(target, format), include, dtype, strip_prefix, key_map, assets)
+    return _plan(view, target, choice, _contents(view, choice))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The arguments of an export, checked.
+
+    Raises:
+        InvalidRequestError: One is invalid.
+    """
+
+    format: ExportFormat
+    include: Sequence[str]
+    dtype: str | None
+    strip_prefix: str
+    key_map: KeyMap | None
+    assets: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        check_patterns(self.include, "include")
+        float_dtype(self.dtype)
+        if self.assets is not None and self.format != "hf":
+            raise InvalidRequestError(
+                f"expected the format hf with assets, which are files beside its weights, but "
+                f"format is {self.format!r}",
+                key="assets",
+            )
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is chosen, cast or renamed."""
+        return not (self.include or self.dtype or self.strip_prefix or self.key_map)
+
+    def is_copy(self, view: CheckpointView) -> bool:
+        """Returns whether the result is a copy: stock DCP can read the files unchanged."""
+        return self.format == "dcp" and view.kind in ("native", "stock") and self.is_all
+
+    def work(self, view: CheckpointView, contents: _Contents) -> str:
+        """Returns what is written from a checkpoint, as text that is equal for equal work."""
+        # Why random: what a function does is not known.
+        is_known = not callable(self.key_map)
+        key_map = self.key_map if is_known else os.urandom(16).hex()
+        pairs = list(key_map.items()) if isinstance(key_map, Mapping) else key_map
+        files = {name: digest_bytes(data).hex() for name, data in contents.files.items()}
+        record = digest_bytes(view.checkpoint.record).hex()
+        parts = [record, self.format, list(self.include), self.dtype, self.strip_prefix, pairs]
+        text = json.dumps([*parts, files], default=str)
+        return f"export {digest_bytes(text.encode()).hex()}"
+
+
+def format_of(
+    target: str | os.PathLike[str],
+    format: ExportFormat | None,  # noqa: A002 - what users call it
+) -> ExportFormat:
+    """Returns the format of an export; where none is given, that of the target's name.
+
+    Raises:
+        InvalidRequestError: It is no format, or the target's name is that of a file of another.
+
+    Examples:
+        >>> format_of("w.pt", None), format_of("w.safetensors", None), format_of("out", "hf")
+        ('torch', 'safetensors', 'hf')
+    """
+    if format is not None and format not in get_args(ExportFormat):
         raise InvalidRequestError(
             f"format must be one of {', '.join(get_args(ExportFormat))}, but is {format!r}",
             key="format",
         )
-    check_patterns(include, "include")
-    cast = float_dtype(dtype)
-    view = source if isinstance(source, CheckpointView) else read_view(source)
-    rewritten = not (format == "dcp" and _is_copy(view, include, cast, strip_prefix))
-    if rewritten:
-        check_one_state(view)
+    suffix = Path(target).suffix
+    named: ExportFormat | None = "torch" if suffix in TORCH_SUFFIXES else None
+    named = "safetensors" if suffix == SUFFIX else named
+    if format is not None and named not in (None, format):
+        raise InvalidRequestError(
+            f"expected another name for {format}, as {suffix} is that of {_A_FILE[named or '']}, "
+            f"but the target is {os.fspath(target)}: rename it, or choose the format {named}",
+            key="target",
+        )
+    return format or named or "safetensors"
+
+
+def _contents(view: CheckpointView, choice: _Choice) -> _Contents:
+    """Returns what of a checkpoint an export writes.
+
+    Raises:
+        InvalidRequestError: Nothing is chosen, or what is chosen can't be written.
+    """
+    if choice.is_copy(view):
+        return _Contents(view.names, (), None)
+    check_one_state(view)
+    include, rename = choice.include, _renaming(choice.strip_prefix, choice.key_map)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
-    objects = tuple(name for name in names if name not in view.tensors)
-    left_out = objects if format in ("safetensors", "hf") else ()
-    if len(names) == len(left_out):
+    new = {name: name if rename is None else rename(name) for name in names}
+    names = [name for name in names if new[name] is not None]
+    files, own, adapter = {}, dict[str, str](), None
+    if choice.format == "hf":
+        own = assets_in(view.objects)
+        files = _files_in(view, own)
+        files |= {} if choice.assets is None else files_of(choice.assets)
+        config = [content for name, content in files.items() if Path(name).name == CONFIG_FILE]
+        tensors = {name: str(new[name]) for name in names if name in view.tensors}
+        adapter = find_adapter(tensors.values(), json.loads(config[0]) if config else None)
+        if adapter is not None:
+            new |= {name: adapter.names.get(to) for name, to in tensors.items()}
+        files = as_exported(files, adapter and adapter.name, float_dtype(choice.dtype))
+    holds_objects = choice.format not in ("safetensors", "hf")
+    kept = tuple(
+        name for name in names if new[name] is not None and (holds_objects or name in view.tensors)
+    )
+    if not kept:
         patterns = f"that match {', '.join(map(repr, include))}" if include else "to write"
-        what = "tensors" if left_out else "names"
+        what = "names" if holds_objects else "tensors"
         raise InvalidRequestError(
             f"expected {what} {patterns} in {view.url}, found none of {len(view)}", key="include"
         )
-    is_once = format in ("torch", "hf")
-    tied = repeated(names, tied_in(view.checkpoint.manifest)) if is_once else {}
-    num_bytes = 0
-    for name in names:
+    left_out = tuple(name for name in names if name not in set(kept) and name not in own)
+    if left_out or own or adapter is not None:
+        to = {name: new[name] for name in kept}
+        rename = to.get
+    return _Contents(kept, left_out, rename, files, None if adapter is None else adapter.name)
+
+
+def _files_in(view: CheckpointView, names: Mapping[str, str]) -> dict[str, bytes]:
+    """Returns the files that a checkpoint has as values, by the names of these."""
+    from ray_dcp.transform.conversion import read_values
+
+    if not names:
+        return {}
+    found = read_values(view.place or view.url, names)
+    files = {names[name]: content for name, content in found.items()}
+    check_files(files)
+    return files
+
+
+def _plan(
+    view: CheckpointView, target: str | os.PathLike[str], choice: _Choice, contents: _Contents
+) -> ExportPlan:
+    """Returns the plan of an export, after checking that its target is free and has room."""
+    form, cast = choice.format, float_dtype(choice.dtype)
+    is_once = form in ("torch", "hf")
+    tied = repeated(contents.names, tied_in(view.checkpoint.manifest)) if is_once else {}
+    num_bytes = sum(map(len, contents.files.values()))
+    num_tensors = num_objects = 0
+    for name in contents.names:
         info = view.tensors.get(name)
-        if info is not None and name not in tied:
+        if info is None:
+            num_objects += 1
+            continue
+        num_tensors += form == "torch" or name not in tied
+        if name not in tied:
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
-            num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
-    num_tensors, num_objects = len(names) - len(objects), len(objects) - len(left_out)
-    if format != "torch":
-        num_tensors -= len(tied)
-    for folder in () if rewritten else items_of(view.storage, view.checkpoint):
+            num_bytes += prod(info.shape) * width + _FRAME_BYTES * (form in ("torch", "dcp"))
+    is_copy = choice.is_copy(view)
+    for folder in items_of(view.storage, view.checkpoint) if is_copy else ():
         item = read_view(place_below(view.place or view.url, folder))
         num_tensors += len(item.tensors)
         num_objects += len(item.objects)
         num_bytes += item.num_bytes
     plan = ExportPlan(
-        view.url,
-        os.fspath(target),
-        format,
-        num_tensors,
-        num_objects,
-        num_bytes,
-        num_bytes * (2 if rewritten and format == "dcp" else 1),
-        left_out,
-        tied,
+        source=view.url,
+        target=os.fspath(target),
+        format=form,
+        num_tensors=num_tensors,
+        num_objects=num_objects,
+        num_bytes=num_bytes,
+        disk_bytes=num_bytes * (2 if form == "dcp" and not is_copy else 1),
+        left_out=contents.left_out,
+        tied=tied,
+        assets=tuple(sorted(contents.files)),
+        adapter=contents.adapter,
     )
-    work = _work_of(view, format, include, dtype, strip_prefix)
-    if not publishing(Path(os.path.realpath(target)), work):
+    if not publishing(Path(os.path.realpath(target)), choice.work(view, contents)):
         _check_target(plan)
     return plan
-
-
-def _work_of(view: CheckpointView, *choice: object) -> str:
-    """Returns what is written from a checkpoint, as text that is equal for equal work."""
-    text = json.dumps([digest_bytes(view.checkpoint.record).hex(), *choice], default=str)
-    return f"export {digest_bytes(text.encode()).hex()}"
 
 
 def export(
     source: AnyPlace | CheckpointView,
     target: str | os.PathLike[str],
-    format: ExportFormat = "safetensors",  # noqa: A002 - what users call it
+    format: ExportFormat | None = None,  # noqa: A002 - what users call it
     *,
     include: Sequence[str] = (),
     dtype: str | None = None,
     strip_prefix: str = "",
+    key_map: KeyMap | None = None,
+    assets: str | os.PathLike[str] | None = None,
     progress: ShowProgress = False,
 ) -> ExportPlan:
     """Writes a checkpoint in another format.
@@ -163,12 +317,18 @@ def export(
         target: Path of a new file for `safetensors` and `torch`, of a new or empty directory for
             `hf` and `dcp`.
         format: `safetensors`; `torch` (a `torch.save` file); `hf` (safetensors files and an index,
-            as on the hub); or `dcp` (a checkpoint that stock DCP reads).
+            as on the hub, or a PEFT adapter as `PeftModel.from_pretrained` reads it); or `dcp` (a
+            checkpoint that stock DCP reads). If None, `torch` for a target that ends in `.pt`,
+            `.pth`, `.ckpt` or `.bin`, else `safetensors`.
         include: Shell patterns of FQNs; everything if empty. `safetensors` and `hf` can't hold
             objects, which are left out.
         dtype: The dtype to cast floating-point tensors to, for example `bfloat16` or `bf16`;
             unchanged if None.
         strip_prefix: Prefix that is removed from names, for example `model.`.
+        key_map: How to rename what `strip_prefix` leaves; see `LoadOptions.key_map`.
+        assets: Folder with config and tokenizer for `hf`, as that of the model from which the
+            training began: its files, but no weights, are copied. Those that the checkpoint has
+            (see `hf_assets`) are written without it.
         progress: Whether to draw a bar; or a function that receives a `Progress` about ten times a
             second.
 
@@ -198,15 +358,14 @@ def export(
     from ray_dcp.transform.conversion import HubFiles, dcp_to_torch_save
 
     view = source if isinstance(source, CheckpointView) else read_view(source)
-    plan = plan_export(
-        view, target, format, include=include, dtype=dtype, strip_prefix=strip_prefix
-    )
-    work = _work_of(view, format, include, dtype, strip_prefix)
+    asked = _Choice(format_of(target, format), include, dtype, strip_prefix, key_map, assets)
+    contents = _contents(view, asked)
+    plan, work = _plan(view, target, asked, contents), asked.work(view, contents)
     place: Any = plan.source if isinstance(source, CheckpointView) else source
     # Why resolved: a folder can't be renamed to a symbolic link.
-    path, names = Path(os.path.realpath(target)), _key_map(strip_prefix, plan.left_out)
+    path = Path(os.path.realpath(target))
     choice: dict[str, Any] = {"include": list(include), "dtype": torch_dtype(dtype)}
-    choice["key_map"] = names
+    choice["key_map"] = contents.rename
     with (
         marks_removed_last(),
         reporting(progress, "exporting", plan.target) as meter,
@@ -214,23 +373,26 @@ def export(
     ):
         # Why: it may have been replaced long before.
         check_still_stands(view)
-        if format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
+        if asked.is_copy(view):
             _copied(view, path, meter, partial(_for_stock, path))
-        elif format == "dcp":
+        elif plan.format == "dcp":
             with writing_to(target_of(path, None), work) as lease:
                 rewrite(view, place, path, choice, meter=meter, lease=lease)
         elif not take_over(path, work):
             with temporary_directory(path, work) as temporary:
                 made = temporary
-                if format == "torch":
+                if plan.format == "torch":
                     made = temporary / path.name
                     dcp_to_torch_save(place, made, **choice, progress=meter)
                 else:
-                    file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
-                    choice |= {"file_bytes": file_bytes, "tied_once": format == "hf"}
+                    choice["tied_once"] = plan.format == "hf"
+                    is_one = plan.format == "safetensors" or plan.adapter is not None
+                    choice["file_bytes"] = _ONE_FILE_BYTES if is_one else _HUB_FILE_BYTES
+                    choice["one_file"] = WEIGHTS_FILE if plan.adapter is not None else ""
                     HubFiles.of(place, temporary, **choice).write_all(progress=meter)
-                if format == "safetensors":
+                if plan.format == "safetensors":
                     (made,) = temporary.glob("*.safetensors")
+                write_files(temporary, contents.files)
                 check_still_stands(view)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 publish(os.fspath(made), os.fspath(path), create=False, sync=True)
@@ -420,16 +582,18 @@ def _check_target(plan: ExportPlan) -> None:
     check_free_bytes(path, plan.disk_bytes)
 
 
-def _key_map(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
-    """Returns a key map that removes a prefix from names and drops those that are left out."""
-    if not prefix and not left_out:
-        return None
-    objects = frozenset(left_out)
-    return lambda name: None if name in objects else name.removeprefix(prefix) or name
+def _renaming(prefix: str, key_map: KeyMap | None) -> Rename | None:
+    """Returns a function that removes a prefix from names, and then applies a key map."""
+    rename: Rename | None = None
+    if key_map is not None:
+        from ray_dcp.torch_adapter.flatten import renamer
 
+        rename = renamer(key_map)
+    if not prefix:
+        return rename
 
-def _is_copy(
-    view: CheckpointView, include: Sequence[str], dtype: str | None, strip_prefix: str
-) -> bool:
-    """Returns whether stock DCP can read the files unchanged, so that an export only copies."""
-    return view.kind in ("native", "stock") and not (include or dtype or strip_prefix)
+    def renamed(name: str) -> str | None:
+        short = name.removeprefix(prefix) or name
+        return short if rename is None else rename(short)
+
+    return renamed

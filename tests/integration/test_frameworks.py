@@ -534,6 +534,54 @@ def test_a_model_with_tied_embeddings_is_exported_as_save_pretrained_does(tmp_pa
         assert torch.equal(again.state_dict()[name], value), name
 
 
+def test_an_export_has_what_from_pretrained_needs_beside_the_weights(tmp_path: Path):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    model.generation_config.max_new_tokens = 7
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 1}, unk_token="a")))
+    state = {"app": {"model": model.state_dict()}, "hf_assets": ray_dcp.hf_assets(model, words)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    made = ["export", f"{tmp_path}/saved", f"{tmp_path}/ours", "--format", "hf", "--model-only"]
+    assert "generation_config.json" in CliRunner().invoke(cli, made).output
+    model.save_pretrained(tmp_path / "theirs")
+    told = [json.loads((tmp_path / one / "config.json").read_text()) for one in ("ours", "theirs")]
+    assert told[0]["architectures"] == told[1]["architectures"] == ["LlamaForCausalLM"]
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    assert found.generation_config.max_new_tokens == 7
+    for name, value in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours").get_vocab() == {"a": 1}
+
+
+def test_an_adapter_comes_back_through_peft(tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    base = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    targets = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    chosen = peft.LoraConfig(r=2, use_dora=True, bias="lora_only", **targets)
+    model = peft.get_peft_model(LlamaForCausalLM(base), chosen)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value))
+    state = {"model": model.state_dict(), "hf_assets": ray_dcp.hf_assets(model)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    plan = ray_dcp.export(
+        tmp_path / "saved", tmp_path / "ours", "hf", include=["model.*"], strip_prefix="model."
+    )
+    assert (plan.adapter, plan.assets) == ("default", ("adapter_config.json",))
+    model.save_pretrained(tmp_path / "theirs")
+    one, other = (
+        load_file(tmp_path / of / "adapter_model.safetensors") for of in ("ours", "theirs")
+    )
+    assert {*one} == {*other}
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    again = peft.PeftModel.from_pretrained(LlamaForCausalLM(base), tmp_path / "ours")
+    found = peft.get_peft_model_state_dict(again)
+    for name, value in peft.get_peft_model_state_dict(model).items():
+        assert torch.equal(found[name], value), name
+
+
 def test_two_ranks_under_fsdp2_begin_and_end_with_a_model_of_the_hub(tmp_path: Path, programs):
     first = hub_ranks.Adapter().to_hf(hub_ranks.Decoder(seed=1).state_dict())
     hub_ranks.write_model(tmp_path / "hub", first)

@@ -196,6 +196,57 @@ def test_an_export_of_the_model_alone_names_what_there_is_instead(run: Path, tmp
     assert "found net: choose with --tensor and --strip-prefix" in said
 
 
+MODULE = {"embed.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
+INNER = {"model.embed.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
+MOMENTS = {"state": {"model.embed.weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("state", "prefix", "others"),
+    [
+        ({"app": {"model": MODULE, "optim": MOMENTS}}, "app.model.", ""),
+        ({"net": INNER, "optimizer": MOMENTS}, "net.", ""),
+        ({"model": INNER, "ema": {"model": MODULE}}, "model.", "ema.model."),
+        ({"app": {"module": MODULE}, "critic": MODULE}, "app.module.", "critic."),
+        (INNER, "the whole checkpoint", ""),
+        ({"a": {"model": {"weight": torch.ones(1)}}}, "a.model.", ""),
+    ],
+)  # fmt: skip
+def test_the_model_is_found_at_any_depth_and_told(
+    state: dict[str, Any], prefix: str, others: str, tmp_path: Path
+):
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    found = invoke("export", tmp_path / "c", tmp_path / "w.pt", "--model-only")
+    assert f"took the model in {prefix}{f', and not {others}' if others else ''}" in found.stdout
+    inner = state
+    for part in () if " " in prefix else prefix.rstrip(".").split("."):
+        inner = inner[part]
+    assert [*torch.load(tmp_path / "w.pt")] == [*inner]
+
+
+def test_models_among_which_none_is_the_likeliest_are_named(tmp_path: Path):
+    state = {"actor": {"model": MODULE}, "critic": {"model": MODULE}}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    said = refused("export", tmp_path / "c", tmp_path / "w.pt", "--model-only")
+    assert "found actor.model., critic.model." in said
+
+
+def test_an_export_renames_and_tells_what_lies_beside_the_weights(tmp_path: Path):
+    assets = {"config.json": b"{}", "tokenizer.json": b"{}"}
+    state = {"model": MODULE, "hf_assets": assets}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    told = ["export", tmp_path / "c", tmp_path / "hf", "--format", "hf", "--model-only"]
+    told += ["--key-map", "^embed=model.embed", "--key-map", "(?=weight$)=own."]
+    found = invoke(*told)
+    assert "wrote beside the weights: config.json, tokenizer.json" in found.stdout
+    names = ["model.embed.own.weight", "lm_head.own.weight"]
+    assert sorted(ray_dcp.open(tmp_path / "hf").names) == sorted(names)
+    assert "expected --key-map REGEX=TEXT" in refused(*told[:3], "--key-map", "embed")
+    ray_dcp.save({"model": MODULE}, checkpoint_id=tmp_path / "bare", no_dist=True)
+    found = invoke("export", tmp_path / "bare", tmp_path / "b", "--format", "hf", "--model-only")
+    assert "--assets FOLDER" in found.stdout
+
+
 def test_files_of_other_kinds_are_one_line_and_exit_code_2(tmp_path: Path):
     text = tmp_path / "a.txt"
     text.write_text("no checkpoint")

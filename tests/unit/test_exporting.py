@@ -158,6 +158,178 @@ def test_tensors_of_one_memory_are_exported_once(tmp_path: Path):
     assert ray_dcp.export(tmp_path / "copy", tmp_path / "c", "hf").tied == {"embed": "head"}
 
 
+def test_the_name_of_a_target_is_that_of_its_format(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(2), "step": 3}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for name in ("w.pt", "w.pth", "w.ckpt", "w.bin"):
+        assert ray_dcp.export(tmp_path / "c", tmp_path / name).format == "torch"
+        assert torch.load(tmp_path / name)["step"] == 3
+    assert ray_dcp.export(tmp_path / "c", tmp_path / "w.safetensors").format == "safetensors"
+    assert ray_dcp.export(tmp_path / "c", tmp_path / "plain").format == "safetensors"
+    for name, kind in [
+        ("new.pt", "safetensors"),
+        ("new.pt", "hf"),
+        ("new.ckpt", "dcp"),
+        ("new.safetensors", "torch"),
+        ("new.safetensors", "hf"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=r"expected another name for"):
+            ray_dcp.export(tmp_path / "c", tmp_path / name, kind)
+        assert not (tmp_path / name).exists()
+
+
+def test_names_are_mapped_after_their_prefix_is_gone(tmp_path: Path):
+    state = {"model": {"a.w": torch.ones(2), "b.w": torch.zeros(2), "c": torch.ones(1)}}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    for number, key_map in enumerate(
+        (
+            {"a.w": "x.w", "b.w": "y"},
+            [("^a[.]w$", "x.w"), ("^b[.]w$", "y")],
+            lambda name: {"a.w": "x.w", "b.w": "y", "c": None}[name],
+        )
+    ):
+        left = set() if callable(key_map) else {"c"}
+        for kind in KINDS:
+            target = tmp_path / f"{number}-{kind}"
+            plan = ray_dcp.export(
+                tmp_path / "c", target, kind, strip_prefix="model.", key_map=key_map
+            )
+            found = torch.load(target) if kind == "torch" else ray_dcp.open(target).names
+            assert {*found} == {"x.w", "y"} | left
+            assert plan.num_tensors == len({*found})
+
+
+def test_hf_has_config_and_tokenizer_of_the_checkpoint_or_of_a_folder(tmp_path: Path):
+    folder = tmp_path / "base"
+    files = {
+        "config.json": '{"dtype": "float32", "hidden_size": 4}',
+        "tokenizer.json": "{}",
+        "chat_templates/tools.jinja": "x",
+        "modeling_own.py": "pass",
+    }
+    weights = ("model.safetensors", "model.safetensors.index.json", ".git/config.json", "a.bin")
+    for name in (*files, *weights):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(files.get(name, "weights"))
+    state = {"model": {"w": torch.ones(2)}, "hf_assets": ray_dcp.hf_assets(folder), "step": 1}
+    assert state["hf_assets"] == {name: text.encode() for name, text in files.items()}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "with", no_dist=True)
+    ray_dcp.save({"model": state["model"]}, checkpoint_id=tmp_path / "without", no_dist=True)
+    model = {"include": ["model.*"], "strip_prefix": "model."}
+    for source, assets in (("with", None), ("without", folder)):
+        target = tmp_path / f"hf-{source}"
+        plan = ray_dcp.export(tmp_path / source, target, "hf", assets=assets, **model)
+        assert plan.assets == tuple(sorted(files))
+        assert plan.left_out == ()
+        for name, text in files.items():
+            assert (target / name).read_text() == text
+        assert [*ray_dcp.open(target).names] == ["w"]
+        # Others than hf have the files as any other value, or leave them out.
+        plan = ray_dcp.export(tmp_path / "with", tmp_path / f"{source}.safetensors")
+        assert (plan.assets, plan.num_objects) == ((), 0)
+        assert set(plan.left_out) == {"step", *(f"hf_assets.{name}" for name in files)}
+    # transformers loads in the dtype of the config.
+    ray_dcp.export(tmp_path / "with", tmp_path / "half", "hf", dtype="bf16", **model)
+    config = json.loads((tmp_path / "half/config.json").read_text())
+    assert config == {"dtype": "bfloat16", "hidden_size": 4}
+    # What the caller names wins.
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer/tokenizer.json").write_text("[]")
+    ray_dcp.export(tmp_path / "with", tmp_path / "n", "hf", assets=tmp_path / "newer", **model)
+    assert (tmp_path / "n/tokenizer.json").read_text() == "[]"
+    assert (tmp_path / "n/config.json").read_text() == files["config.json"]
+
+
+def test_assets_that_are_none_or_leave_the_folder_are_refused(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    (tmp_path / "empty").mkdir()
+    for assets, told in (("no", "is none"), ("empty", "found none")):
+        with pytest.raises(InvalidRequestError, match=told):
+            ray_dcp.export(tmp_path / "c", tmp_path / "o", "hf", assets=tmp_path / assets)
+    with pytest.raises(InvalidRequestError, match="expected the format hf"):
+        ray_dcp.export(tmp_path / "c", tmp_path / "o.pt", assets=tmp_path / "empty")
+    with pytest.raises(InvalidRequestError, match="found Linear"):
+        ray_dcp.hf_assets(torch.nn.Linear(1, 1))
+    for number, (files, error) in enumerate(
+        (({"../outside": b"x"}, UnsafeCheckpointError), ({"a": 3}, DamagedCheckpointError))
+    ):
+        state = {"w": torch.ones(2), "hf_assets": files}
+        ray_dcp.save(state, checkpoint_id=tmp_path / f"bad{number}", no_dist=True)
+        with pytest.raises(error):
+            ray_dcp.export(tmp_path / f"bad{number}", tmp_path / "o", "hf")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "empty", "bad0", "bad1"}
+
+
+ADAPTERS = [
+    # Names in the state dict, and in the file that PEFT 0.21 writes.
+    (
+        {
+            "emb.lora_embedding_A.default": "emb.lora_embedding_A",
+            "emb.lora_embedding_B.default": "emb.lora_embedding_B",
+            "a.lora_A.default.weight": "a.lora_A.weight",
+            "a.lora_B.default.weight": "a.lora_B.weight",
+            "head.modules_to_save.default.weight": "head.weight",
+            "head.modules_to_save.default.bias": "head.bias",
+        },
+        ["emb.base_layer.weight", "a.base_layer.bias", "head.original_module.weight"],
+        "none",
+    ),
+    (
+        {
+            "a.lora_A.default.weight": "a.lora_A.weight",
+            "a.lora_B.default.weight": "a.lora_B.weight",
+            "a.lora_magnitude_vector.default.weight": "a.lora_magnitude_vector",
+            "a.base_layer.bias": "a.base_layer.bias",
+        },
+        ["emb.weight", "a.base_layer.weight", "head.weight", "head.bias"],
+        "lora_only",
+    ),
+    ({"a.ia3_l.default": "a.ia3_l"}, ["a.base_layer.weight", "head.bias"], "none"),
+    ({"default.lora_A.mine.weight": "default.lora_A.weight"}, ["default.weight"], "none"),
+    ({"a.lora_A.weight": "a.lora_A.weight"}, [], "none"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ADAPTERS)))
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+def test_an_adapter_is_written_as_peft_reads_it(tmp_path: Path, number: int, prefix: str):
+    named, base, bias = ADAPTERS[number]
+    adapter = {0: "default", 1: "default", 2: "default", 3: "mine", 4: ""}[number]
+    tensors = {f"{prefix}{name}": torch.randn(2) for name in (*named, *base)}
+    config = {"bias": bias, "inference_mode": True}
+    folder = f"{adapter}/" if adapter == "mine" else ""
+    files = {f"{folder}adapter_config.json": json.dumps(config).encode(), "tokenizer.json": b"{}"}
+    if not prefix:
+        files["config.json"] = b"{}"
+    moments = {name: {"exp_avg": torch.ones(2)} for name in tensors}
+    state = {"model": tensors, "optimizer": {"state": moments}, "hf_assets": files}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    model = {"include": ["model.*"], "strip_prefix": "model."}
+    plan = ray_dcp.export(tmp_path / "c", tmp_path / "hf", "hf", **model)
+    assert plan.adapter == adapter
+    assert set(plan.left_out) == {f"model.{prefix}{name}" for name in base}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"
+    }  # fmt: skip
+    found = load_file(tmp_path / "hf/adapter_model.safetensors")
+    assert {*found} == {f"base_model.model.{name}" for name in named.values()}
+    for name, to in named.items():
+        assert torch.equal(found[f"base_model.model.{to}"], tensors[f"{prefix}{name}"])
+    assert json.loads((tmp_path / "hf/adapter_config.json").read_text()) == config
+    # With the optimizer, it is no adapter.
+    assert ray_dcp.export(tmp_path / "c", tmp_path / "all", "hf").adapter is None
+
+
+def test_one_of_several_adapters_is_chosen(tmp_path: Path):
+    names = [f"base_model.model.a.lora_A.{name}.weight" for name in ("one", "two")]
+    state = {name: torch.full((2,), float(at)) for at, name in enumerate(names)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(InvalidRequestError, match=r"of one, two; choose one"):
+        ray_dcp.export(tmp_path / "c", tmp_path / "hf", "hf")
+    assert ray_dcp.export(tmp_path / "c", tmp_path / "hf", "hf", include=["*.two.*"]).adapter
+    (found,) = load_file(tmp_path / "hf/adapter_model.safetensors").values()
+    assert found.tolist() == [1.0, 1.0]
+
+
 def test_ranks_that_hold_tensors_must_agree_that_they_are_of_one_memory(tmp_path: Path):
     def held(*, tied: bool) -> dict[str, Any]:
         one = torch.ones(64, 8)
