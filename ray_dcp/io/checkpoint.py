@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ray_dcp.core.checksums import CHECK_BYTES, digest_bytes, end_checks
-from ray_dcp.core.processes import at_once, collector_paused, run_tasks
+from ray_dcp.core.processes import collector_paused, run_tasks
 from ray_dcp.core.values import ChunkTable, Int64Array, within
 from ray_dcp.errors import (
     CheckpointError,
@@ -65,7 +66,7 @@ from ray_dcp.io.plain_files import plain_files, plain_table
 from ray_dcp.io.reader import Transforms
 from ray_dcp.io.records import Deciding, read_again, read_slots, used_slots
 from ray_dcp.planning.reads import Wanted
-from ray_dcp.store.storage import KeyMissingError, Storage, threads_for
+from ray_dcp.store.storage import KeyMissingError, Storage, ask_at_once, threads_for
 
 CheckpointKind = Literal["native", "stock", "safetensors"]
 
@@ -349,7 +350,8 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
     name = storage.url if checkpoint_id is None else checkpoint_id
     with _add_checkpoint_id(name):
         # Why slot 1: most locations are saved to once, and this avoids another round trip for them.
-        metadata, first, used = at_once(
+        metadata, first, used = ask_at_once(
+            storage,
             lambda: _read_or_none(storage, METADATA_KEY),
             lambda: _read_or_none(storage, record_key(1), MAX_RECORD_BYTES),
             lambda: used_slots(storage),
@@ -797,10 +799,38 @@ class TableParts:
             return self._table.chunks(found)
 
 
+_SHARED_TABLE_BYTES = 4 << 20
+"""Longest chunk table that is kept decoded for the next checkpoint of the same plan."""
+
+
+@lru_cache(maxsize=2)
+def _decode_shared(data: bytes) -> ChunkTable:
+    """Returns a decoded chunk table, the same one for equal bytes; its columns are read-only.
+
+    *Why*: all saves of a plan have the same bytes, and decoding is most of what it takes to open a
+    small checkpoint.
+    """
+    table = decode_table(data)
+    for column in vars(table).values():
+        if isinstance(column, np.ndarray):
+            column.flags.writeable = False
+    return table
+
+
+def table_of(storage: Storage, manifest: Manifest) -> CheckFile:
+    """Returns the chunk table that a manifest names; its checksums are read when they are needed.
+
+    Raises:
+        DamagedCheckpointError: The table is damaged or missing.
+        StorageError: The storage can't be read.
+    """
+    return _whole_table(storage, manifest, verified_table(storage, manifest))
+
+
 def _whole_table(storage: Storage, manifest: Manifest, data: bytes) -> CheckFile:
     """Returns all chunks of a checkpoint, given its chunk table as stored, verified."""
     with collector_paused():
-        rows = decode_table(data)
+        rows = (_decode_shared if len(data) <= _SHARED_TABLE_BYTES else decode_table)(data)
     found = CheckFile(storage, manifest, rows)
     _check_against(manifest, rows.num_tensors, rows.num_chunks, found.table.files)
     return found

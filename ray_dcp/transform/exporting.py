@@ -57,8 +57,11 @@ from ray_dcp.view.verify import items_of
 
 ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
 Rename = Callable[[str], str | None]
-TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
-"""Ends of the names of files that `torch.load` reads."""
+_BY_SUFFIX: Mapping[str, ExportFormat] = {
+    SUFFIX: "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch"),
+}
+"""Formats of files by the ends of their names."""
 _A_FILE = {"torch": "a file of torch.save", "safetensors": "a safetensors file"}
 _FRAME_BYTES = 4096
 """Upper bound of the overhead that a tensor has in a file, in bytes."""
@@ -191,11 +194,10 @@ def format_of(
             key="format",
         )
     suffix = Path(target).suffix
-    named: ExportFormat | None = "torch" if suffix in TORCH_SUFFIXES else None
-    named = "safetensors" if suffix == SUFFIX else named
+    named = _BY_SUFFIX.get(suffix)
     if format is not None and named not in (None, format):
         raise InvalidRequestError(
-            f"expected another name for {format}, as {suffix} is that of {_A_FILE[named or '']}, "
+            f"expected another name for {format}, as {suffix} is that of {_A_FILE[named]}, "
             f"but the target is {os.fspath(target)}: rename it, or choose the format {named}",
             key="target",
         )
@@ -225,7 +227,9 @@ def _contents(view: CheckpointView, choice: _Choice) -> _Contents:
         adapter = find_adapter(tensors.values(), json.loads(config[0]) if config else None)
         if adapter is not None:
             new |= {name: adapter.names.get(to) for name, to in tensors.items()}
-        files = as_exported(files, adapter and adapter.name, float_dtype(choice.dtype))
+        files = as_exported(
+            files, None if adapter is None else adapter.name, float_dtype(choice.dtype)
+        )
     holds_objects = choice.format not in ("safetensors", "hf")
     kept = tuple(
         name for name in names if new[name] is not None and (holds_objects or name in view.tensors)

@@ -154,6 +154,17 @@ def layout_of(grid: tuple[int, ...]) -> str:
     return "x".join(map(str, grid))
 
 
+def layout_of_most(table: ChunkTable) -> str:
+    """Returns the layout of most bytes of a checkpoint; "" if there are no tensors."""
+    weights: Counter[tuple[int, ...]] = Counter()
+    columns = (one.tolist() for one in (table.kind, table.dtype, table.ndim, table.shape))
+    for kind, dtype, ndim, shape, grid in zip(*columns, grids(table).tolist(), strict=True):
+        if kind != Kind.OBJECT:
+            num_bytes = prod(shape[:ndim]) * ITEMSIZE.get(table.dtypes[dtype], 0)
+            weights[tuple(grid[:ndim])] += num_bytes
+    return layout_of(weights.most_common(1)[0][0]) if weights else ""
+
+
 @dataclass(frozen=True)
 class FileInfo:
     """A data file of a checkpoint."""
@@ -328,10 +339,7 @@ class CheckpointView:
     @cached_property
     def layout(self) -> str:
         """The layout of most bytes of the checkpoint; "" if there are no tensors."""
-        weights: Counter[str] = Counter()
-        for name, info in self.tensors.items():
-            weights[self.layouts[name]] += info.num_bytes
-        return weights.most_common(1)[0][0] if weights else ""
+        return layout_of_most(self.checkpoint.table)
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:

@@ -18,18 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     InvalidRequestError,
 )
 from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.io.announced_deletions import fence
+from ray_dcp.io.checkpoint import table_of
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view import drawing as draw
-from ray_dcp.view.checkpoint_view import CheckpointView, read_view, trace_of
+from ray_dcp.view.checkpoint_view import CheckpointView, layout_of_most, read_view, trace_of
 from ray_dcp.view.difference import new_bytes
 from ray_dcp.view.drawing import AMBER, GREY, RED, Picture
 from ray_dcp.view.run_listing import (
@@ -110,7 +113,7 @@ class StepView(ListedCheckpoint):
     def layout(self) -> str | None:
         """How most of its tensors are cut, such as `rows/8`; None if that can't be read."""
         try:
-            return self.view.layout
+            return layout_of_most(self._table)
         except CheckpointError:
             return None
 
@@ -125,10 +128,26 @@ class StepView(ListedCheckpoint):
         before = self._run.before(self)
         try:
             if before is None:
-                return int(self.view.checkpoint.table.payload_bytes.sum())
-            return new_bytes(before.view.table, self.view.table)
+                return int(self._table.payload_bytes.sum())
+            return new_bytes(before._table, self._table)
         except CheckpointError:
             return None
+
+    @cached_property
+    def _table(self) -> ChunkTable:
+        """The chunk table with all checksums.
+
+        Raises:
+            CheckpointError: It can't be read.
+        """
+        # Why by the listed record: it need not be looked for again. Why suppressed: another save to
+        # the same place may have replaced it since.
+        if self.manifest is not None:
+            with suppress(DamagedCheckpointError):
+                found = table_of(open_storage(self.path), self.manifest)
+                found.read(range(len(found.table.files)))
+                return found.table
+        return self.view.table
 
     @cached_property
     def trace(self) -> SaveTrace | None:

@@ -17,8 +17,8 @@ from unittest import mock
 
 from ray_dcp.coordinator import tasks
 from ray_dcp.errors import InvalidRequestError, StorageError
-from ray_dcp.io import checkpoint
 from ray_dcp.place import voting
+from ray_dcp.store import storage
 from ray_dcp.store.storage import Storage
 from tests.crash.registry import directory_of
 from tests.support.storages import Call, CrashError, Effect, Fault, Script
@@ -35,7 +35,7 @@ def one_call_at_a_time() -> Iterator[None]:
         return tuple(call() for call in calls)
 
     with (
-        mock.patch.object(checkpoint, "at_once", in_turn),
+        mock.patch.object(storage, "at_once", in_turn),
         mock.patch.object(tasks, "at_once", in_turn),
         mock.patch.object(voting, "at_once", in_turn),
     ):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -18,6 +20,8 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.cli.main import main
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
+from ray_dcp.format.table import decode_table
+from ray_dcp.io import checkpoint
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
@@ -660,3 +664,52 @@ def test_a_load_reads_again_what_is_altered_once_on_its_way(
     assert view["slab"][:, 3:5].sum() == 128
     assert view["object"] == "hello"
     assert not left
+
+
+def test_the_table_of_a_plan_is_decoded_once_and_each_step_has_its_own_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def state(step: int) -> dict[str, Any]:
+        late = torch.ones(10) * (step // 2)
+        return {"w": torch.full((300,), float(step)), "frozen": torch.ones(50), "late": late}
+
+    for step in range(1, 6):
+        objects = {"note": "x" * step} if step < 5 else {}
+        ray_dcp.save({**state(step), **objects}, checkpoint_id=tmp_path / f"step-{step}")
+    # In the middle, another plan.
+    ray_dcp.save({"w": torch.ones(7)}, checkpoint_id=tmp_path / "step-6")
+    decoded = []
+
+    def decode(data: bytes) -> Any:
+        decoded.append(data)
+        return decode_table(data)
+
+    monkeypatch.setattr(checkpoint, "decode_table", decode)
+    checkpoint._decode_shared.cache_clear()
+    run = ray_dcp.open_run(tmp_path)
+    found = [(step.new_bytes, step.layout) for step in run]
+    assert len(decoded) == len({*decoded}) == 3
+    views = [ray_dcp.open_checkpoint(tmp_path / f"step-{step}") for step in range(1, 7)]
+    expected: list[int] = [int(views[0].table.payload_bytes.sum())]
+    for before, view in itertools.pairwise(views):
+        differ = before.diff(view).tensors
+        new = (one for one in differ if one.change not in ("unchanged", "removed"))
+        expected.append(sum(one.num_bytes for one in new))
+    assert found == [(num_bytes, "whole") for num_bytes in expected]
+    # What is shared can't be changed by whoever has one of them.
+    with pytest.raises(ValueError, match="read-only"):
+        views[0].table.shape[0] = 1
+    for step, view in enumerate(views[:5], start=1):
+        assert view["w"][0:1].tolist() == [float(step)]
+        assert view.verify().ok
+
+
+def test_a_step_that_is_saved_again_after_it_was_listed_is_read_as_it_stands(tmp_path: Path):
+    for step in (1, 2):
+        ray_dcp.save({"w": torch.full((9,), float(step))}, checkpoint_id=tmp_path / f"step-{step}")
+    *_, listed = ray_dcp.open_run(tmp_path)
+    ray_dcp.save({"v": torch.ones(4)}, checkpoint_id=tmp_path / "step-2")
+    assert (listed.new_bytes, listed.layout) == (16, "whole")
+    *_, listed = ray_dcp.open_run(tmp_path)
+    (tmp_path / "step-2" / f"chunks.{listed.manifest.attempt}.table").write_bytes(b"")
+    assert (listed.new_bytes, listed.layout) == (None, None)
