@@ -60,7 +60,7 @@ from ray_dcp.saving import (
     session_for,
     target_of,
 )
-from ray_dcp.session.activity import LEAVING_S, Account, Activity
+from ray_dcp.session.call import LEAVING_S, Call
 from ray_dcp.session.discovery import session_in_ray
 from ray_dcp.session.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
 from ray_dcp.stage.staging_backend import Finish, StagingBackend, staging_backend_of
@@ -655,9 +655,9 @@ class _Save:
         self._options = options
         # Why now: all ranks must name their calls in the order in which the user makes them.
         self._name = session.next_key()
-        activity = Activity(session, options.heartbeat_timeout_s, self._name)
-        self._account = Account("async_save", checkpoint_id, activity, route.path, log)
-        self.progress = activity.progress
+        self._call = Call(session, options.heartbeat_timeout_s, self._name)
+        self._call.report("async_save", checkpoint_id, route.path, log)
+        self.progress = self._call.progress
         self._staging = ""
 
     def cancel(self) -> bool:
@@ -700,7 +700,7 @@ class _Save:
     ) -> None:
         """Completes the handle, after updating the metrics and emitting the end event."""
         try:
-            self._account.end(error)
+            self._call.end(error)
         finally:  # also when a listener of events raises SystemExit
             if self._part is not None:
                 self._part.ended(error)
@@ -773,14 +773,14 @@ class _NativeSave(_Save):
         """Plans the save; stages its bytes in the caller's thread if `staging="call"`."""
         self._in_background = self._options.staging == "background"
         with ExitStack() as stack:
-            activity = stack.enter_context(self._account.activity)
+            call = stack.enter_context(self._call)
             try:
-                stages = [self._plan(handle, activity, state_dict)]
+                stages = [self._plan(handle, call, state_dict)]
                 if not self._in_background:
                     finish = stages.pop()()
                 # The rank sends heartbeats until the save has ended.
                 rest = ExitStack()
-                rest.push(activity)
+                rest.push(call)
 
                 def finish_all() -> Metadata:
                     with rest:
@@ -793,32 +793,32 @@ class _NativeSave(_Save):
                 elif self._backend is not None:
                     self._backend.release(committed=False)
             except CheckpointError as error:
-                activity.leave(error)
+                call.leave(error)
                 self._complete(handle, None, error)
             except BaseException as error:
                 # The caller got this error; it has no handle to ask for another one.
                 handle._looked_at = True
                 if self._part is not None:
                     self._part.ended(error)
-                self._account.end(error)
+                self._call.end(error)
                 raise
 
     def _plan(
-        self, handle: SaveHandle, session: Activity, state_dict: Mapping[str, Any]
+        self, handle: SaveHandle, call: Call, state_dict: Mapping[str, Any]
     ) -> Callable[[], Callable[[], Metadata]]:
         """Joins the save with the state as it is now; returns the function that stages it.
 
         That function in turn returns the one that waits for the commit.
         """
         target, options, progress = target_of(self._route), self._options, self.progress
-        await_unused(plug_ins_of(self._route), options, session.rank)
-        capture = capture_of(self._route, session, state_dict, options)
+        await_unused(plug_ins_of(self._route), options, call.rank)
+        capture = capture_of(self._route, call, state_dict, options)
         if self._part is not None:
             capture = after(self._part.begin, capture)
 
         backend = self._backend = staging_backend_of(self._session)
-        save = RankSave.of(session, target, options, staged=True)
-        go, captured = drive(save.join(capture), session.call)
+        save = RankSave.of(call, target, options, staged=True)
+        go, captured = drive(save.join(capture), call.ask)
         noted = (*captured.warnings, *go.warnings)
         if self._in_background:
             # Suppressed: staging raises it again, and then reports it to the other ranks.
@@ -846,16 +846,15 @@ class _NativeSave(_Save):
         def finish(rest: Finish) -> Metadata:
             committed = False
             try:
-                connection = getattr(self._session, "connection", None)
-                connected = until_disconnected(session.call, connection)
+                connected = until_disconnected(call.ask, self._session.connection)
                 outcome: SaveOutcome = drive(rest, connected)
                 committed = True
             except Disconnected as error:
-                failed = shut_down_meanwhile(target.url, go.attempt, session.rank)
+                failed = shut_down_meanwhile(target.url, go.attempt, call.rank)
                 raise failed from error.__cause__
             finally:
                 backend.release(committed=committed)
-            if session.rank == 0:
+            if call.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
                     events.warn(warning, stacklevel=2)
             self._route.committed(outcome.attempt)
@@ -897,8 +896,8 @@ class _StagedByUser(_Save):
             del state
         except BaseException as error:
             # Why: the heartbeats of this call have not begun, and the other ranks would wait.
-            self._account.activity.leave(error)
-            self._account.end(error)
+            self._call.leave(error)
+            self._call.end(error)
             if own is not None:
                 own.close()
             raise
@@ -919,7 +918,7 @@ class _StagedByUser(_Save):
                     checkpoint_id,
                     stateful=False,
                     use_collectives=use_collectives,
-                    account=self._account,
+                    call=self._call,
                     part=self._part,
                 )
             finally:

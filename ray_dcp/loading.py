@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import (
@@ -47,10 +47,10 @@ from ray_dcp.saving import (
     target_of,
     text_of,
 )
-from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.own_folders import session_of_copies
 from ray_dcp.session.session import Session
-from ray_dcp.stage.memory_tier import memory_of
+from ray_dcp.stage.memory_tier import NodeMemory
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.committed_metadata import metadata_of
@@ -65,9 +65,6 @@ from ray_dcp.torch_adapter.state import refuse_per_rank
 from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.run_listing import ListedRun
-
-if TYPE_CHECKING:
-    from ray_dcp.session.shared_reads import RayPeers
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -212,13 +209,13 @@ def run_load(
     """
     options = route.apply(options or LoadOptions())
     url = route.target.url if route.target is not None else checkpoint_id
-    with _loading(session, options, url, route.path, log, progress) as (activity, _):
+    with _loading(session, options, url, route.path, log, progress) as (call, _):
         if route.target is not None:
-            _await_staged(session, route.target.url, activity, options)
+            _await_staged(session, route.target.url, call, options)
         steps = _load_steps(
             route,
             session,
-            activity,
+            call,
             state_dict,
             options,
             checkpoint_id,
@@ -226,8 +223,8 @@ def run_load(
             stateful=stateful,
             overwritten=set() if overwritten is None else overwritten,
         )
-        report = drive(steps, activity.call)
-    return replace(report, seconds=dict(activity.progress.seconds))
+        report = drive(steps, call.ask)
+    return replace(report, seconds=dict(call.progress.seconds))
 
 
 @contextmanager
@@ -238,17 +235,17 @@ def _loading(
     path: str,
     log: OperationLog | None,
     progress: ShowProgress,
-) -> Iterator[tuple[Activity, Meter]]:
-    """Accounts for a load and shows its progress, from its begin to its end."""
-    activity = Activity(session, options.heartbeat_timeout_s)
+) -> Iterator[tuple[Call, Meter]]:
+    """Reports a load and shows its progress, from its begin to its end."""
+    call = Call(session, options.heartbeat_timeout_s)
     ranks = session.rank, session.world_size
     with (
-        Account("load", url, activity, path, log),
-        activity,
+        call.reported("load", url, path, log),
+        call,
         reporting(progress, "loading", text_of(url) or "", ranks) as meter,
-        meter.following(activity.progress.look),
+        meter.following(call.progress.look),
     ):
-        yield activity, meter
+        yield call, meter
 
 
 def run_load_newest(
@@ -287,18 +284,18 @@ def run_load_newest(
         return _load_steps(
             route,
             session,
-            activity,
+            call,
             state_dict,
             with_time_to_join(chosen) if is_late else chosen,
             checkpoint_id,
             overwritten=overwritten,
         )
 
-    with _loading(session, options, run.url, NATIVE, log, progress) as (activity, meter):
-        _await_staged(session, run.url, activity, options)
+    with _loading(session, options, run.url, NATIVE, log, progress) as (call, meter):
+        _await_staged(session, run.url, call, options)
         found = drive(
             load_newest_rank(
-                activity.next_key(),
+                call.next_key(),
                 rank=session.rank,
                 world_size=session.world_size,
                 run=run,
@@ -307,16 +304,16 @@ def run_load_newest(
                 load=load,
                 choose=choose,
             ),
-            activity.call,
+            call.ask,
         )
-    seconds = dict(activity.progress.seconds)
+    seconds = dict(call.progress.seconds)
     return replace(found.value, step=found.step, skipped=found.skipped, seconds=seconds)
 
 
 def _load_steps(
     route: Route,
-    connected: Session,
-    session: Activity,
+    session: Session,
+    call: Call,
     state_dict: StateDict,
     options: LoadOptions,
     checkpoint_id: CheckpointId | None,
@@ -329,8 +326,8 @@ def _load_steps(
 
     Args:
         route: As for `run_load`.
-        connected: Session of this rank.
-        session: The call of which this load is a part.
+        session: Session of this rank.
+        call: The call of which this load is a part.
         state_dict: As for `run_load`.
         options: Options, with those of `route` applied.
         checkpoint_id: As for `run_load`.
@@ -338,7 +335,7 @@ def _load_steps(
         stateful: As for `run_load`.
         overwritten: As for `run_load`.
     """
-    rank, world_size = session.rank, session.world_size
+    rank, world_size = call.rank, call.world_size
     if route.path != NATIVE:
         _check_simple(route, state_dict, options)
     if route.path == FOREIGN:
@@ -347,13 +344,13 @@ def _load_steps(
             route.storage.num_ranks = world_size
         place = text_of(checkpoint_id)
         yield from foreign_load(
-            Group(session, options.read_timeout_s, "load", place, coordinator_rank),
+            Group(call, options.read_timeout_s, "load", place, coordinator_rank),
             state_dict,
             route.storage,
             route.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
             checkpoint_id=checkpoint_id,
             stateful=stateful,
-            clock=session.progress,
+            clock=call.progress,
         )
         return LoadReport(
             loaded=(),
@@ -369,7 +366,7 @@ def _load_steps(
     if route.path == HOOKS:
         # Why now: a group names its operations when it is created. A rank that fails before its
         # planner is called must use as many names as the others.
-        group = Group(session, options.plan_timeout_s, "load", target.url, coordinator_rank)
+        group = Group(call, options.plan_timeout_s, "load", target.url, coordinator_rank)
 
     def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, Targets]:
         if group is not None:
@@ -405,15 +402,15 @@ def _load_steps(
 
     try:
         result: LoadResult = yield from RankLoad(
-            key=session.next_key(),
+            key=call.next_key(),
             rank=rank,
             world_size=world_size,
             target=target,
             options=options.without_choices(),
             plan=plan,
-            progress=session.progress,
-            kept=memory_of(connected).storage,
-            peers=_peers_of(connected),
+            progress=call.progress,
+            kept=NodeMemory(session.namespace).storage,
+            peers=session.peers(),
         ).run()
     except CheckpointError as error:
         if isinstance(error, DamagedCheckpointError):
@@ -436,33 +433,12 @@ def _load_steps(
     )
 
 
-def _peers_of(session: object) -> RayPeers | None:
-    """Returns the peers of this rank for shared reads; none for a single process.
-
-    Args:
-        session: Session of this rank.
-
-    Raises:
-        ParticipantError: This process has shut down the Ray of the session.
-    """
-    connection = getattr(session, "connection", None)
-    if connection is not None:
-        # Why first: a call of Ray in a process that is not connected starts another cluster.
-        connection.check()
-    coordinator = getattr(session, "coordinator", None)
-    if coordinator is None:
-        return None
-    from ray_dcp.session.shared_reads import RayPeers
-
-    return RayPeers(coordinator)
-
-
-def _await_staged(session: Session, url: str, activity: Activity, options: LoadOptions) -> None:
+def _await_staged(session: Session, url: str, call: Call, options: LoadOptions) -> None:
     """Waits for staged asynchronous saves of this checkpoint to be committed."""
     if options.from_memory:
-        activity.progress.enter(AWAIT_STAGED)
-        stop = activity.progress.stop
-        memory_of(session).await_staged(url, options.plan_timeout_s, stop)
+        call.progress.enter(AWAIT_STAGED)
+        stop = call.progress.stop
+        NodeMemory(session.namespace).await_staged(url, options.plan_timeout_s, stop)
 
 
 def _check_simple(route: Route, state_dict: StateDict, options: LoadOptions) -> None:

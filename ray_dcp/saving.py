@@ -37,7 +37,7 @@ from ray_dcp.job.part import PartSave
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
-from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import check_alone, current_session
 from ray_dcp.session.own_folders import OwnFolder, own_folder
 from ray_dcp.session.session import Session, session_alone
@@ -46,7 +46,7 @@ from ray_dcp.stage.staging_backend import warm_process
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checked_finite
-from ray_dcp.torch_adapter.collective import Group, RankCalls
+from ray_dcp.torch_adapter.collective import Group, RankCall
 from ray_dcp.torch_adapter.committed_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.foreign import foreign_save
@@ -189,7 +189,7 @@ def run_save(
     stateful: bool = True,
     use_collectives: bool = True,
     log: OperationLog | None = None,
-    account: Account | None = None,
+    call: Call | None = None,
     progress: ShowProgress = False,
     folder: OwnFolder | None = None,
     attempt: str = "",
@@ -207,8 +207,8 @@ def run_save(
         stateful: Replace top-level `Stateful` values by their state.
         use_collectives: Passed to foreign storages.
         log: Receives the phases.
-        account: Account of the save if the caller emits the end event; by default, this function
-            emits it.
+        call: The call of which the save is a part, if the caller ends it; by default, this
+            function begins and ends one.
         progress: As given to `save`.
         folder: Folder of this rank, if Ray Train merges those of all ranks; with its session.
         attempt: As for `RankSave`; foreign storages have none.
@@ -222,40 +222,40 @@ def run_save(
         # Why: in a new folder nothing can be unchanged.
         options = replace(options, unchanged="write")
     url = route.target.url if route.target else checkpoint_id
-    is_in_background = account is not None
+    is_in_background = call is not None
     with ExitStack() as stack:
         if part is not None and not is_in_background:
             stack.push(lambda _, error, __: part.ended(error))
-        if account is None:
-            activity = Activity(session, options.heartbeat_timeout_s)
-            account = stack.enter_context(Account("save", url, activity, route.path, log))
-        account.activity.progress.enter(CAPTURE)
-        activity = stack.enter_context(account.activity)
+        if call is None:
+            call = Call(session, options.heartbeat_timeout_s)
+            stack.enter_context(call.reported("save", url, route.path, log))
+        call.progress.enter(CAPTURE)
+        stack.enter_context(call)
         if not is_in_background:
             await_unused(plug_ins_of(route), options, session.rank)
         # Why inside: a rank that gives a wrong `progress` has to tell the others that it leaves.
         ranks = session.rank, session.world_size
         shown = reporting(progress, "saving", text_of(url) or "", ranks)
         meter = stack.enter_context(shown)
-        stack.enter_context(meter.following(activity.progress.look))
+        stack.enter_context(meter.following(call.progress.look))
         if route.path == FOREIGN:
             check_nonfinite(options, FOREIGN)
             steps = foreign_save(
-                Group(activity, options.write_timeout_s, "save", text_of(url), coordinator_rank),
+                Group(call, options.write_timeout_s, "save", text_of(url), coordinator_rank),
                 state_dict,
                 route.storage,
                 route.planner,
                 checkpoint_id=checkpoint_id,
                 use_collectives=use_collectives,
                 stateful=stateful,
-                clock=activity.progress,
+                clock=call.progress,
             )
-            metadata: Metadata = drive(steps, activity.call)
+            metadata: Metadata = drive(steps, call.ask)
             return metadata
         target = target_of(route)
         take = capture_of(
             route,
-            activity,
+            call,
             state_dict,
             options,
             coordinator_rank=coordinator_rank,
@@ -266,8 +266,8 @@ def run_save(
             target, own, take = folder.first, folder.own, after(folder.begin, take)
         if part is not None:
             take = after(part.begin, take)
-        save = RankSave.of(activity, target, options, folder=own, attempt=attempt)
-        outcome = drive(save.run(take), activity.call)
+        save = RankSave.of(call, target, options, folder=own, attempt=attempt)
+        outcome = drive(save.run(take), call.ask)
         if part is not None:
             part.staged(outcome.attempt, outlives=True, is_durable=True)
     if session.rank == 0:
@@ -361,7 +361,7 @@ def text_of(checkpoint_id: CheckpointId | None) -> str | None:
 
 def capture_of(
     route: Route,
-    session: RankCalls,
+    call: RankCall,
     state_dict: Mapping[str, Any],
     options: SaveOptions,
     *,
@@ -374,7 +374,7 @@ def capture_of(
 
     Args:
         route: The path, native or planner hooks, and the planner.
-        session: Session of this rank.
+        call: The call of which the save is a part.
         state_dict: As given to `save`.
         options: Options of the save.
         coordinator_rank: The rank on which a third-party planner decides.
@@ -386,8 +386,8 @@ def capture_of(
     take: Callable[[], Capture] = partial(
         capture,
         state_dict,
-        rank=session.rank,
-        world_size=session.world_size,
+        rank=call.rank,
+        world_size=call.world_size,
         options=options,
         flatten_state_dict=route.flags.flatten_state_dict,
         flatten_sharded_tensors=route.flags.flatten_sharded_tensors,
@@ -396,7 +396,7 @@ def capture_of(
     if route.path == HOOKS:
         url = target_of(route).url
         steps = capture_with_planner(
-            Group(session, options.plan_timeout_s, "save", url, coordinator_rank),
+            Group(call, options.plan_timeout_s, "save", url, coordinator_rank),
             state_dict,
             route.planner,
             options=options,
@@ -405,12 +405,12 @@ def capture_of(
         )
         captured: Future[Capture] = Future()
         try:
-            captured.set_result(drive(steps, session.call))
+            captured.set_result(drive(steps, call.ask))
         except CheckpointError as error:
             # Why not raised here: this rank must join the save to report its planner's error.
             captured.set_exception(error)
         take = captured.result
-    return lambda: checked_finite(take(), options, session.rank)
+    return lambda: checked_finite(take(), options, call.rank)
 
 
 def session_for(

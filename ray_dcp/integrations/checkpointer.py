@@ -55,7 +55,7 @@ from ray_dcp.manager.settings import Item, Settings, check_item_name, trust_of
 from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.options import LoadOptions, SaveOptions, check_whole, plain_integer
 from ray_dcp.saving import warm_staging
-from ray_dcp.stage.memory_tier import memory_of
+from ray_dcp.stage.memory_tier import NodeMemory
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
@@ -255,7 +255,8 @@ class Checkpointer:
         self._process(self._actions.finisher.ended())
         registered = ray_train.registered()
         timeout_s = self._settings.options.plan_timeout_s
-        memory_of(self._group.session).await_staged(self.url, timeout_s, Stop())
+        memory = NodeMemory(self._group.session.namespace)
+        memory.await_staged(self.url, timeout_s, Stop())
         try:
             report = self._actions.restore("auto", state, None, progress, trusted)
         except CheckpointNotFoundError as error:

@@ -20,7 +20,7 @@ from ray_dcp.manager.background import in_time
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import decided_on_rank_0
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.session import Session
 
 T = TypeVar("T")
@@ -78,5 +78,5 @@ def agree(
         request = Exchange(second, rank, world_size, f"{what}: decided", {}, 2 * timeout_s)
         return (yield from decided_on_rank_0(request, decided, what))
 
-    with Activity(session, options.heartbeat_timeout_s, key) as activity:
-        return drive(exchanges(activity.next_key(), activity.next_key()), activity.call)
+    with Call(session, options.heartbeat_timeout_s, key) as call:
+        return drive(exchanges(call.next_key(), call.next_key()), call.ask)

@@ -65,7 +65,7 @@ from ray_dcp.place.visibility import check_visible
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.rank.unchanged import RunHistory
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
@@ -230,7 +230,7 @@ class RankSave:
     @classmethod
     def of(
         cls,
-        activity: Activity,
+        call: Call,
         target: Target,
         options: SaveOptions,
         *,
@@ -240,16 +240,16 @@ class RankSave:
     ) -> RankSave:
         """Returns the part of a rank in the next operation of a user's call."""
         return cls(
-            activity.next_key(),
-            rank=activity.rank,
-            world_size=activity.world_size,
+            call.next_key(),
+            rank=call.rank,
+            world_size=call.world_size,
             target=target,
             options=options,
             staged=staged,
-            progress=activity.progress,
-            memory=activity.plans,
-            history=activity.history,
-            node=activity.node,
+            progress=call.progress,
+            memory=call.plans,
+            history=call.history,
+            node=call.node,
             folder=folder,
             attempt=attempt,
         )

@@ -42,7 +42,7 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import result_or_error
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.job_store import job_store, naming_lost_ranks
 from ray_dcp.session.session import Session, sessions
 from ray_dcp.session.socket_session import forget_key, join_by_store
@@ -174,9 +174,9 @@ def _exchange(
 ) -> dict[int, bytes]:
     """Sends the same bytes to every rank, and returns those of every rank."""
     rank, world_size = session.rank, session.world_size
-    with Activity(session, options.heartbeat_timeout_s) as activity:
+    with Call(session, options.heartbeat_timeout_s) as call:
         request = Exchange(
-            activity.next_key(),
+            call.next_key(),
             rank,
             world_size,
             what,
@@ -184,7 +184,7 @@ def _exchange(
             options.plan_timeout_s,
             error,
         )
-        return dict(drive(exchanged(request), activity.call))
+        return dict(drive(exchanged(request), call.ask))
 
 
 def _hosted(session: Session, word: str, options: SaveOptions | LoadOptions) -> Session:

@@ -32,6 +32,7 @@ from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.names import NAMESPACE, coordinator_name, pulse_name, staged_plan_name
 from ray_dcp.session.ray_calls import call_actor
 from ray_dcp.session.session import LEASE_S, MARGIN_S, Connection, Session, named_address, sessions
+from ray_dcp.session.shared_reads import RayPeers
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.store.environment import StorageVariables
@@ -279,6 +280,8 @@ class RaySession(Session):
     """
 
     stages_itself = False
+    connection: Connection
+    """Connection of this process to the Ray of its coordinator."""
 
     def __init__(
         self,
@@ -337,6 +340,16 @@ class RaySession(Session):
     def coordinator(self) -> Any:
         """Returns the handle of the coordinator."""
         return self._look_up(False)
+
+    def peers(self) -> RayPeers | None:
+        """See `Session.peers`.
+
+        Raises:
+            ParticipantError: This process has shut down the Ray of the session.
+        """
+        # Why: a call of Ray in a process that is not connected starts another cluster.
+        self.connection.check()
+        return RayPeers(self.coordinator)
 
     def register(self) -> None:
         """Registers this rank with the coordinator, which then detects its death.

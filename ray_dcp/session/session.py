@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import (
@@ -59,7 +59,11 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.rank.unchanged import RunHistory
 from ray_dcp.session.heartbeat import HeartbeatSender
+from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.rank_progress import RankProgress
+
+if TYPE_CHECKING:
+    from ray_dcp.session.shared_reads import RayPeers
 
 LEASE_S = 120.0
 """How long an unused detached actor stays, in seconds: longer than any pause between the start of
@@ -138,6 +142,10 @@ class Session(ABC):
     """Sends the heartbeats; a process that is alone sends none."""
     stages_itself = True
     """Whether this process holds the bytes of its asynchronous saves; if not, a stager does."""
+    namespace = NAMESPACE
+    """Ray namespace of the actors of this session, and of the memory that its loads look in."""
+    connection: Connection | None = None
+    """Connection of this process to Ray; None for a session that needs none."""
 
     def __init__(
         self,
@@ -182,7 +190,7 @@ class Session(ABC):
         Args:
             request: A request of this rank, with a key of this session.
             silence_s: Silence, in seconds, after which the coordinator may mark this rank as
-                frozen, because it sends heartbeats in an activity. None: it sends none.
+                frozen, because it sends heartbeats in a call of the user. None: it sends none.
 
         Raises:
             DeadlineError: The coordinator is frozen, or did not answer within `MARGIN_S` after its
@@ -239,7 +247,7 @@ class Session(ABC):
         cancelled: bool = self._ask("cancel", key, reason, timeout_s=MARGIN_S)
         return cancelled
 
-    # For an activity
+    # For a call of the user
 
     def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user."""
@@ -263,6 +271,10 @@ class Session(ABC):
         self._check_open()
         info: dict[str, Any] = self._ask("info", timeout_s=MARGIN_S)
         return info
+
+    def peers(self) -> RayPeers | None:
+        """Returns the other ranks, for shared reads; None if this session passes no bytes on."""
+        return None
 
     @property
     def is_outlived(self) -> bool:

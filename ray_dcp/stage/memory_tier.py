@@ -221,15 +221,6 @@ class NodeMemory:
         return _handles([one for one in found if one[1] == self._namespace])
 
 
-def memory_of(session: object) -> NodeMemory:
-    """Returns the memory tier for loads of a session.
-
-    Args:
-        session: Session of this rank; the session of a process that is alone has no stagers.
-    """
-    return NodeMemory(getattr(session, "namespace", NAMESPACE))
-
-
 def _is_open(one: InFlight) -> bool:
     """Returns whether a save may still be committed.
 

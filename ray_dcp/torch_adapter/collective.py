@@ -101,8 +101,8 @@ NUM_KEYS = 6
 """Most exchanges that the steps of one call need: two for each step."""
 
 
-class RankCalls(Protocol):
-    """What a step of a save or load needs of a session; `Activity` has the same methods."""
+class RankCall(Protocol):
+    """What a step of a save or load needs of the call of which it is a part: a `Call`."""
 
     @property
     def rank(self) -> int:
@@ -118,7 +118,7 @@ class RankCalls(Protocol):
         """Returns the key of the next operation."""
         ...
 
-    def call(self, request: Any) -> Reply:
+    def ask(self, request: Any) -> Reply:
         """Returns the coordinator's reply."""
         ...
 
@@ -131,7 +131,7 @@ class Group:
     calls, and if a rank leaves early. A single rank exchanges nothing.
 
     Args:
-        session: Session of this rank.
+        call: The call of which they are a part.
         timeout_s: Deadline of each step, in seconds.
         doing: `"save"` or `"load"`, for messages.
         checkpoint_id: For messages.
@@ -140,20 +140,20 @@ class Group:
 
     def __init__(
         self,
-        session: RankCalls,
+        call: RankCall,
         timeout_s: float,
         doing: str,
         checkpoint_id: str | None = None,
         coordinator_rank: int = 0,
     ) -> None:
-        self.rank = session.rank
-        self.world_size = session.world_size
+        self.rank = call.rank
+        self.world_size = call.world_size
         self.timeout_s = timeout_s
         self.doing = doing
         self.checkpoint_id = checkpoint_id
         self.coordinator_rank = coordinator_rank
-        num_keys = NUM_KEYS if session.world_size > 1 else 0
-        self._keys = iter([session.next_key() for _ in range(num_keys)])
+        num_keys = NUM_KEYS if call.world_size > 1 else 0
+        self._keys = iter([call.next_key() for _ in range(num_keys)])
 
     @property
     def is_coordinator(self) -> bool:

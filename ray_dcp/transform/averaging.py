@@ -47,9 +47,9 @@ from ray_dcp.place.collect import collect
 from ray_dcp.place.target_lease import writing_to
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
-from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.session import named_address, session_alone
+from ray_dcp.session.session import Session, named_address, session_alone
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
@@ -557,7 +557,7 @@ class _Items:
         self._meter.add(self._plan.bytes_of(box), box.name)
 
 
-def _save(plan: AveragePlan, out: AnyPlace, session: Any, attempt: str, meter: Meter) -> None:
+def _save(plan: AveragePlan, out: AnyPlace, session: Session, attempt: str, meter: Meter) -> None:
     """Writes the part of a rank.
 
     Args:
@@ -580,11 +580,11 @@ def _save(plan: AveragePlan, out: AnyPlace, session: Any, attempt: str, meter: M
         write_timeout_s=SaveOptions.write_timeout_s + slowest_s,
     )
     target = absolute_target(out)
-    activity = Activity(session, options.heartbeat_timeout_s)
-    with Account("save", target.url, activity), activity:
+    call = Call(session, options.heartbeat_timeout_s)
+    with call.reported("save", target.url), call:
         about = {"average": {"sources": list(plan.report.sources)}}
-        save = replace(RankSave.of(activity, target, options, attempt=attempt), about=about)
-        outcome = drive(save.run(lambda: _Items(plan, boxes, meter)), activity.call)
+        save = replace(RankSave.of(call, target, options, attempt=attempt), about=about)
+        outcome = drive(save.run(lambda: _Items(plan, boxes, meter)), call.ask)
     for warning in outcome.warnings if session.rank == 0 else ():
         events.warn(warning, stacklevel=3)
 

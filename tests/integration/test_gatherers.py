@@ -15,7 +15,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.coordinator import gatherer
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank.rank_load import drive
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.names import NAMESPACE, gatherer_name
 from ray_dcp.session.ray_session import RaySession
 from ray_dcp.store.opening import open_storage
@@ -36,13 +36,13 @@ class Job:
 
     def save(self, state, threads):
         def one(session, key):
-            with Activity(session, 60.0) as activity:
+            with Call(session, 60.0) as call:
                 steps = save_rank(
                     key, rank=session.rank, world_size=WORLD, target=Target(self.url),
                     options=SaveOptions(num_threads=1), memory=session.plans,
                     capture=partial(ArrayCapture, state, session.rank, WORLD),
                 )  # fmt: skip
-                return drive(steps, activity.call)
+                return drive(steps, call.ask)
 
         keys = [session.next_key() for session in self.sessions]
         each = zip(self.sessions, keys, strict=True)

@@ -24,7 +24,7 @@ from ray_dcp.errors import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.ray_session import RaySession
 from ray_dcp.store.opening import open_storage
 from tests.support.arrays import ArrayCapture, state_of
@@ -47,14 +47,14 @@ def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
     rank, world_size = session.rank, session.world_size
     begin_s = time.monotonic()
     try:
-        with Activity(session, heartbeat_s) as activity:
+        with Call(session, heartbeat_s) as call:
             came = drive(
                 save_rank(
-                    activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
-                    options=options, opener=opener, progress=activity.progress,
+                    call.next_key(), rank=rank, world_size=world_size, target=Target(path),
+                    options=options, opener=opener, progress=call.progress,
                     capture=lambda: ArrayCapture(state_of(1), rank, world_size),
                 ),
-                activity.call,
+                call.ask,
             )  # fmt: skip
     except CheckpointError as error:
         came = error

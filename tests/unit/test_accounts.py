@@ -23,7 +23,7 @@ from ray_dcp.core.phases import READ, STAGE, WRITE, Step
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank import rank_save
-from ray_dcp.session.activity import Account, Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.session import InlineSession
 from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
@@ -171,30 +171,32 @@ def test_a_save_that_ends_before_it_is_planned_has_one_end_too(
     assert told.end["error"].startswith(error.__name__)
 
 
-def account_of(mode: str, rank: int = 0) -> Account:
-    activity = Activity(InlineSession(), 60.0)
-    activity.rank, activity.world_size = rank, 2
-    return Account(mode, "/c", activity)
+def call_of(mode: str, rank: int = 0) -> Call:
+    call = Call(InlineSession(), 60.0)
+    call.rank, call.world_size = rank, 2
+    call.report(mode, "/c")
+    return call
 
 
-def moved(account: Account, step: Step, num_bytes: int) -> None:
-    progress = account.activity.progress
-    progress.enter(step)
-    progress.count(num_bytes)
+def moved(call: Call, step: Step, num_bytes: int) -> None:
+    call.progress.enter(step)
+    call.progress.count(num_bytes)
 
 
 def test_only_rank_0_counts_what_is_one_for_all_ranks_and_written_is_what_was_committed(counted):
-    with suppress(errors.SaveCancelledError), account_of("save") as account:
-        moved(account, WRITE, 9)
+    cancelled = Call(InlineSession(), 60.0)
+    with suppress(errors.SaveCancelledError), cancelled.reported("save", "/c"):
+        moved(cancelled, WRITE, 9)
         raise errors.SaveCancelledError("after the last byte")
     assert counted("dcp_written_bytes") == {}
     for rank in (0, 1):
-        account = account_of("async_save", rank=rank)
-        moved(account, STAGE, 7)
-        moved(account, WRITE, 9)
-        account.end()
-        with account_of("load", rank=rank) as load:
-            moved(load, READ, 5)
+        call = call_of("async_save", rank=rank)
+        moved(call, STAGE, 7)
+        moved(call, WRITE, 9)
+        call.end()
+        load = call_of("load", rank=rank)
+        moved(load, READ, 5)
+        load.end()
     assert counted("dcp_saves") == {("save", "cancelled"): 1, ("async_save", "committed"): 1}
     assert counted("dcp_loads") == {("loaded",): 1}
     assert counted("dcp_staged_bytes") == {(): 14}
@@ -225,7 +227,7 @@ def test_one_line_for_a_save_at_level_info_and_the_rest_below(told, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     assert told.levels == [logging.DEBUG] * (len(told.levels) - 1) + [logging.INFO]
     told.levels.clear()
-    account_of("save", rank=1).end()
+    call_of("save", rank=1).end()
     assert told.levels == [logging.DEBUG]
 
 
@@ -300,10 +302,10 @@ def test_a_handler_on_dcps_logger_hears_what_dcp_would_tell(
     assert [each["event"] for each in logged if each["func_name"] == "load"] == ["start", "end"]
 
 
-def test_an_account_ends_once_and_the_memory_of_a_node_is_a_gauge(told, counted):
-    account = account_of("save")
-    account.end(errors.SaveCancelledError("by hand"))
-    account.end()
+def test_a_call_ends_once_and_the_memory_of_a_node_is_a_gauge(told, counted):
+    call = call_of("save")
+    call.end(errors.SaveCancelledError("by hand"))
+    call.end()
     assert told.names == ["save.cancelled"]
     assert counted("dcp_saves") == {("save", "cancelled"): 1}
     metrics.staging_memory(0, 64)

@@ -46,7 +46,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.outcome import outcome
 from ray_dcp.place.records import standing_records
 from ray_dcp.rank.rank_load import drive
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.session import InlineSession
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state, state_of
@@ -349,15 +349,15 @@ class Rank(RankThread):
     def save(self, path):
         """Returns what came of a save: an outcome or an error."""
         try:
-            with Activity(self, 60.0) as activity:
+            with Call(self, 60.0) as call:
                 return drive(
                     save_rank(
-                        activity.next_key(), rank=self.rank, world_size=self.world_size,
-                        target=Target(path), options=SaveOptions(), progress=activity.progress,
+                        call.next_key(), rank=self.rank, world_size=self.world_size,
+                        target=Target(path), options=SaveOptions(), progress=call.progress,
                         capture=lambda: ArrayCapture(state_of(1), self.rank, self.world_size),
                         memory=self.plans,
                     ),
-                    activity.call,
+                    call.ask,
                 )  # fmt: skip
         except CheckpointError as error:
             return error

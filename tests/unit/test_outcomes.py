@@ -41,7 +41,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.session.session import InlineSession, longest_s
 from ray_dcp.store import local
@@ -598,26 +598,26 @@ def keys(url):
 def one_save(url, session, *, opener=None, state=None, **options):
     """Saves alone, as `ray_dcp.save` does."""
     more = {} if opener is None else {"opener": opener}
-    with Activity(session, 60.0) as activity:
+    with Call(session, 60.0) as call:
         return drive(
             save_rank(
-                activity.next_key(), rank=0, world_size=1, target=messages.Target(url),
-                options=SaveOptions(**options), progress=activity.progress,
+                call.next_key(), rank=0, world_size=1, target=messages.Target(url),
+                options=SaveOptions(**options), progress=call.progress,
                 capture=lambda: ArrayCapture(state or state_of(1), 0, 1), **more,
             ),
-            activity.call,
+            call.ask,
         )  # fmt: skip
 
 
 def one_load(url, session, *, opener, **options):
-    with Activity(session, 60.0) as activity:
+    with Call(session, 60.0) as call:
         return drive(
             load_rank(
-                activity.next_key(), rank=0, world_size=1, target=messages.Target(url),
-                options=LoadOptions(**options), opener=opener, progress=activity.progress,
+                call.next_key(), rank=0, world_size=1, target=messages.Target(url),
+                options=LoadOptions(**options), opener=opener, progress=call.progress,
                 plan=lambda c: ArrayWork(c, state_of(1), 0, 1),
             ),
-            activity.call,
+            call.ask,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.rank import rank_save
 from ray_dcp.session import heartbeat, socket_session
-from ray_dcp.session.activity import Activity
+from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.socket_session import (
@@ -310,7 +310,7 @@ def test_a_rank_that_is_interrupted_as_its_heartbeats_begin_leaves_its_call(
     early = [pool.submit(exchange, session) for session in sessions[:2]]
     assert eventually(lambda: end_of(sessions[1]).unanswered)
     monkeypatch.setattr(heartbeat, "start_thread", interrupted)
-    with pytest.raises(KeyboardInterrupt), Activity(sessions[2], 60.0):
+    with pytest.raises(KeyboardInterrupt), Call(sessions[2], 60.0):
         pass
     for reply in [one.result(60) for one in early]:
         assert "KeyboardInterrupt on rank 2" in reply.message
@@ -343,9 +343,9 @@ def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(poo
 def test_a_rank_that_moves_bytes_stops_when_rank_0_or_its_own_session_has_ended(
     sessions, closes, said
 ):
-    with Activity(sessions[1], 60.0) as activity:
-        progress = activity.progress
-        progress.begin(activity.next_key())
+    with Call(sessions[1], 60.0) as call:
+        progress = call.progress
+        progress.begin(call.next_key())
         progress.enter(WRITE)
         sessions[closes].close()
         assert eventually(lambda: progress.stop.asked)

@@ -360,7 +360,7 @@ class Polls:
 def polls_for_staged(folder: str) -> int:
     """Returns how often it was looked for staged saves below a folder until there was none."""
     polls = Polls()
-    memory_tier.memory_of(current_session()).await_staged(folder, 60.0, polls)
+    memory_tier.NodeMemory(current_session().namespace).await_staged(folder, 60.0, polls)
     return polls.num_asked
 
 

@@ -1,14 +1,15 @@
-"""One call of the user on one rank: its session, its heartbeats, and its events.
+"""`Call`: one call of the user on one rank, with its progress, its heartbeats and its events.
 
-`Activity` is the call from begin to end. While it lasts, the rank sends heartbeats. A rank that
-leaves it by an error before the end (Ctrl-C, a coordinator out of reach) fails the call on every
-rank, so that the others do not wait. `Account` emits the events of its phases and its outcome.
+While a `Call` lasts, the rank sends heartbeats. A rank that leaves it by an error before the end
+(Ctrl-C, a coordinator out of reach) fails the call on every rank, so that the others do not wait. A
+call that reports emits an event at the end of each phase, and its outcome.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ray_dcp import events
@@ -26,8 +27,8 @@ LEAVING_S = 10.0
 """How long an interrupted rank may take to report that, in seconds."""
 
 
-class Activity:
-    """The use of a session by one call of the user.
+class Call:
+    """One call of the user on one rank.
 
     Args:
         session: The session of this rank.
@@ -44,8 +45,8 @@ class Activity:
 
     Examples:
         >>> from ray_dcp.session.session import InlineSession
-        >>> with Activity(InlineSession("doc"), 60.0) as activity:
-        ...     activity.next_key(), activity.next_key()
+        >>> with Call(InlineSession("doc"), 60.0) as call:
+        ...     call.next_key(), call.next_key()
         (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))
     """
 
@@ -62,6 +63,7 @@ class Activity:
         self._seq: int | None = None
         self._session = session
         self._timeout_s = timeout_s
+        self._report: _Reported | None = None
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""
@@ -73,7 +75,7 @@ class Activity:
         self.progress.names(key)
         return key
 
-    def call(self, request: Request) -> Reply:
+    def ask(self, request: Request) -> Reply:
         """Returns the coordinator's reply.
 
         Args:
@@ -93,7 +95,7 @@ class Activity:
             missed = reply.seq - (self._named or request.key).seq
             self._session.skipped_calls = max(self._session.skipped_calls, missed)
 
-    def __enter__(self) -> Activity:
+    def __enter__(self) -> Call:
         # Why now: a call that fails before its first operation counts as well.
         self._named = self._named or self._session.next_key()
         try:
@@ -135,38 +137,23 @@ class Activity:
                 0.0 if isinstance(error, CheckpointError) else wait_s,
             )
 
+    # Events
 
-class Account:
-    """Emits the events of one save or load on one rank, as its phases end.
-
-    As a context manager, it also ends the last phase and emits the outcome.
-
-    Args:
-        mode: `"save"`, `"async_save"` or `"load"`.
-        place: Path or URL, if known.
-        activity: The call on this rank, not begun yet.
-        path: The path of the operation; see `SaveReport.path`.
-        log: Receives the steps.
-
-    Attributes:
-        activity: As passed.
-    """
-
-    def __init__(
-        self,
-        mode: str,
-        place: object,
-        activity: Activity,
-        path: str = "native",
-        log: OperationLog | None = None,
+    def report(
+        self, mode: str, place: object, path: str = "native", log: OperationLog | None = None
     ) -> None:
-        self._mode = mode
-        self._kind = "load" if mode == "load" else "save"
-        self._checkpoint_id = None if place is None else str(place)
-        self.activity, self._path = activity, path
-        activity.progress.on_phase = self._emit
+        """Begins to emit the events of a save or load, as its phases end.
+
+        Args:
+            mode: `"save"`, `"async_save"` or `"load"`.
+            place: Path or URL, if known.
+            path: The path of the operation; see `SaveReport.path`.
+            log: Receives the steps.
+        """
+        self._report = _Reported(mode, None if place is None else str(place), path)
+        self.progress.on_phase = self._emit
         if log is not None:
-            activity.progress.on_step = log.enter
+            self.progress.on_step = log.enter
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the last phase and emits the outcome, once.
@@ -174,13 +161,13 @@ class Account:
         Args:
             error: The exception that the operation raised, or None.
         """
-        progress = self.activity.progress
+        progress = self.progress
         if progress.is_good and not isinstance(error, CheckpointError):
             error = None
         took_s = progress.end(error)
-        if took_s is None:
+        if took_s is None or self._report is None:
             return
-        is_load = self._kind == "load"
+        is_load = self._report.kind == "load"
         self._emit(
             outcome_of(error, "loaded" if is_load else "committed"),
             took_s,
@@ -191,27 +178,50 @@ class Account:
             memory_bytes=progress.memory_bytes,
         )
 
-    def __enter__(self) -> Account:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.end(error)
+    @contextmanager
+    def reported(
+        self, mode: str, place: object, path: str = "native", log: OperationLog | None = None
+    ) -> Iterator[Call]:
+        """Emits the events of a save or load that is made within the context; see `report`."""
+        self.report(mode, place, path, log)
+        try:
+            yield self
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
 
     def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
-        activity = self.activity
+        report = self._report
+        if report is None:
+            return
         with contained("An event"):
             event = Event(
-                name=f"{self._kind}.{outcome}",
-                checkpoint_id=self._checkpoint_id,
-                rank=activity.rank,
-                world_size=activity.world_size,
-                mode=self._mode,
-                path=self._path,
-                attempt=activity.progress.attempt,
-                plan=activity.progress.plan,
+                name=f"{report.kind}.{outcome}",
+                checkpoint_id=report.checkpoint_id,
+                rank=self.rank,
+                world_size=self.world_size,
+                mode=report.mode,
+                path=report.path,
+                attempt=self.progress.attempt,
+                plan=self.progress.plan,
                 seconds=seconds,
                 num_bytes=num_bytes,
                 **more,  # type: ignore[arg-type]
             )
             events.emit(event)
             count(event)
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What all events of a call say."""
+
+    mode: str
+    checkpoint_id: str | None
+    path: str
+
+    @property
+    def kind(self) -> str:
+        """The first word of the events' names."""
+        return "load" if self.mode == "load" else "save"
