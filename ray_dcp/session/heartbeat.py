@@ -5,7 +5,8 @@ present, its progress, and which operations it left. The coordinator delays the 
 is an outcome or the next heartbeat is due, so that a rank that moves bytes learns at once that the
 save failed elsewhere. A coordinator that does not answer is frozen or gone.
 
-The sessions implement the transport: `RayHeartbeatSender` and `SocketHeartbeatSender`.
+One sender serves every kind of session. What differs is the transport: how a heartbeat reaches the
+coordinator, whether that has ended, and what its silence means.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ray_dcp.commit_protocol.liveness import (
     OUT_OF_REACH_S,
@@ -45,16 +48,98 @@ are reported."""
 logger = logging.getLogger(__name__)
 
 
-class HeartbeatSender(ABC):
+class HeartbeatTransport(ABC):
+    """Carries the heartbeats of one rank to its coordinator.
+
+    The sender's thread uses it; `alive`, `has_ended`, `may_continue` and `ended_error` are for any.
+    """
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether this process can reach any coordinator."""
+
+    @abstractmethod
+    def send(self, beat: Heartbeat) -> Any:
+        """Sends a heartbeat; returns a reference to its answer."""
+
+    @abstractmethod
+    def wait(self, sent: Sequence[Any], wait_s: float) -> list[Any]:
+        """Returns references to heartbeats that were answered or failed.
+
+        Args:
+            sent: References to the heartbeats without an answer, in the order in which they were
+                sent; at least one.
+            wait_s: How long to wait for one of them, in seconds.
+        """
+
+    @abstractmethod
+    def ack(self, ref: Any) -> HeartbeatAck | None:
+        """Returns the answer; None if the heartbeat did not arrive."""
+
+    @abstractmethod
+    def has_ended(self, last: HeartbeatAck | None) -> bool:
+        """Returns whether the coordinator that answered last has ended.
+
+        Args:
+            last: Its answer; None if there was none yet.
+        """
+
+    @abstractmethod
+    def silence(self, silent_s: float, timeout_s: float, state: SenderState) -> Silence:
+        """Returns what the silence of the coordinator means; called in each turn of the sender.
+
+        Args:
+            silent_s: How long the oldest heartbeat has been unanswered, in seconds.
+            timeout_s: Silence that means a frozen process, in seconds.
+            state: What the sender knows of the coordinator.
+        """
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Returns the context in which the sender's thread sends; entering it begins anew."""
+        return nullcontext()
+
+    def may_continue(self, key: OpKey) -> bool:
+        """Returns whether the coordinator that replaces a frozen one may continue an operation."""
+        return False
+
+    def ended_error(self) -> ParticipantError | None:
+        """Returns the error of a coordinator that has ended, if the transport has a better one."""
+        return None
+
+
+@dataclass(frozen=True)
+class SenderState:
+    """What a sender knows of its coordinator."""
+
+    last: HeartbeatAck | None
+    """Its last answer; None if there was none yet."""
+    is_frozen: bool
+    """Whether it counts as frozen already."""
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What the silence of a coordinator means."""
+
+    kind: Literal["none", "late", "frozen"]
+    """`"late"`: it is being started, and the wait begins anew."""
+    why: str = ""
+    """Why a frozen one does not answer, and the way out."""
+
+
+class HeartbeatSender:
     """Sends heartbeats for all calls of one session, in one thread that ends with the last call.
 
     Args:
+        transport: Carries the heartbeats.
         session: Name of the session.
         rank: This rank.
         who: Description of the coordinator, for errors.
     """
 
-    def __init__(self, session: str, rank: int, who: str) -> None:
+    def __init__(self, transport: HeartbeatTransport, session: str, rank: int, who: str) -> None:
+        self._transport = transport
         self._session = session
         self._rank = rank
         self._who = who
@@ -138,9 +223,9 @@ class HeartbeatSender(ABC):
             staged: The operation, if the call reports staged bytes: the next incarnation may
                 continue it, and a frozen coordinator is no failure as long as that may happen.
         """
-        if self._frozen is not None and not (staged and self._may_continue(staged)):
+        if self._frozen is not None and not (staged and self._transport.may_continue(staged)):
             return self._frozen
-        if out_of_reach and not outlives_restart and self._is_gone():
+        if out_of_reach and not outlives_restart and self._transport.has_ended(self._ack):
             return self._died_error()
         return None
 
@@ -159,7 +244,8 @@ class HeartbeatSender(ABC):
         while True:
             try:
                 self._begin()
-                self._send_all()
+                with self._transport.in_thread():
+                    self._send_all()
             except SystemExit:  # Ray was shut down under this thread
                 return
             except Exception as error:  # noqa: BLE001 - a rank without beats would be blamed
@@ -170,7 +256,7 @@ class HeartbeatSender(ABC):
                 if not is_told:
                     logger.warning("Beating to %s failed, and is tried again: %r", self._who, error)
             with self._changed:
-                if not self._is_up:
+                if not self._transport.alive:
                     self._left.clear()
                 self._changed.notify_all()
                 if not self._active and not self._left:
@@ -183,7 +269,7 @@ class HeartbeatSender(ABC):
             with self._changed:
                 now_s = time.monotonic()
                 self._left = {left: end_s for left, end_s in self._left.items() if end_s > now_s}
-                if not (self._active or self._left) or not self._is_up:
+                if not (self._active or self._left) or not self._transport.alive:
                     return
                 active = dict(self._active)
                 wait_s = self._first_send_s - now_s
@@ -200,7 +286,7 @@ class HeartbeatSender(ABC):
             if (now_s >= self._next_s or named != self._named) and (
                 len(self._sent) < MOST_UNANSWERED
             ):
-                self._sent[self._send(beat)] = (now_s, beat)
+                self._sent[self._transport.send(beat)] = (now_s, beat)
                 self._named, self._next_s = named, now_s + interval_s
             self._listen(min(interval_s, TICK_S))
             self._check_coordinator(timeout_s)
@@ -222,20 +308,20 @@ class HeartbeatSender(ABC):
             with self._changed:
                 self._changed.wait(wait_s)
             return
-        for ref in self._wait_for_answers(wait_s):
+        for ref in self._transport.wait([*self._sent], wait_s):
             before = [*self._sent]
             _, beat = self._sent[ref]
             # Why those before: whoever answers one lives, and the others may have been lost.
             for one in before[: before.index(ref) + 1]:
                 del self._sent[one]
-            ack = self._ack_of(ref)
+            ack = self._transport.ack(ref)
             if ack is not None:
                 self._process_ack(beat, ack)
                 continue
             # Why: a dead coordinator is not silent, and its plans are lost.
             self._sent.clear()
-            if self._is_gone():
-                self._abandon(self._died_error())
+            if self._transport.has_ended(self._ack):
+                self.abandon(self._died_error())
             with self._changed:
                 self._changed.wait(wait_s)
 
@@ -261,7 +347,7 @@ class HeartbeatSender(ABC):
 
     # The coordinator's end
 
-    def _abandon(self, error: CheckpointError) -> None:
+    def abandon(self, error: CheckpointError) -> None:
         """Stops the calls that move bytes for a coordinator that will never answer."""
         with self._changed:
             working = [progress for progress in self._active if progress.is_working]
@@ -269,7 +355,7 @@ class HeartbeatSender(ABC):
             progress.abandon(error)
 
     def _died_error(self) -> ParticipantError:
-        return ParticipantError(
+        return self._transport.ended_error() or ParticipantError(
             f"Expected {self._who} to live until the end, but its process{self._place_text} died. "
             f"Call again",
             rank=self._rank,
@@ -292,33 +378,17 @@ class HeartbeatSender(ABC):
         now_s = self._clock()
         return now_s - min((sent_s for sent_s, _ in self._sent.values()), default=now_s)
 
-    # What a session adds
-
-    @property
-    def _is_up(self) -> bool:
-        """Whether this process can reach any coordinator."""
-        return True
-
-    def _may_continue(self, key: OpKey) -> bool:
-        """Returns whether the coordinator that replaces a frozen one may continue an operation."""
-        return False
-
-    @abstractmethod
-    def _send(self, beat: Heartbeat) -> Any:
-        """Sends a heartbeat; returns a reference to its answer."""
-
-    @abstractmethod
-    def _wait_for_answers(self, wait_s: float) -> list[Any]:
-        """Returns heartbeats that were answered or failed; waits at most `wait_s` for one."""
-
-    @abstractmethod
-    def _ack_of(self, ref: Any) -> HeartbeatAck | None:
-        """Returns the answer; None if the heartbeat did not arrive."""
-
-    @abstractmethod
-    def _is_gone(self) -> bool:
-        """Returns whether the coordinator that answered last has ended."""
-
-    @abstractmethod
     def _check_coordinator(self, timeout_s: float) -> None:
         """Records that the coordinator is frozen, if it has been silent for too long."""
+        silent_s = self._silent_s
+        state = SenderState(self._ack, self._frozen is not None)
+        found = self._transport.silence(silent_s, timeout_s, state)
+        match found.kind:
+            case "none":
+                pass
+            case "late":
+                now_s = self._clock()
+                self._sent = {ref: (now_s, beat) for ref, (_, beat) in self._sent.items()}
+            case "frozen":
+                self._frozen = self._silent_error(silent_s, found.why)
+                self.abandon(self._frozen)

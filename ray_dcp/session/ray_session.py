@@ -2,7 +2,7 @@
 
 `attach` and `attach_named` connect this process to a Ray that the user named, and never to one that
 happens to run on this machine. They restore what `ray.init` changes in the process (signal
-handlers, logging). `RayHeartbeatSender` sends heartbeats to the actor, which Ray may restart.
+handlers, logging). `RayHeartbeats` carries heartbeats to the actor, which Ray may restart.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -27,7 +27,12 @@ from ray_dcp.coordinator.gatherer import GatheredCalls
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
-from ray_dcp.session.heartbeat import HeartbeatSender
+from ray_dcp.session.heartbeat import (
+    HeartbeatSender,
+    HeartbeatTransport,
+    SenderState,
+    Silence,
+)
 from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.names import NAMESPACE, coordinator_name, pulse_name, staged_plan_name
 from ray_dcp.session.ray_calls import call_actor
@@ -130,52 +135,56 @@ KILL_S = 15.0
 again: Ray asks it first, and a stopped process does not answer."""
 
 
-class RayHeartbeatSender(HeartbeatSender):
-    """Sends heartbeats to an actor; has Ray replace one that is frozen.
+class RayHeartbeats(HeartbeatTransport):
+    """Carries heartbeats to an actor; has Ray replace one that is frozen.
 
     Args:
         reach: Returns the coordinator's handle; its argument requests a fresh one.
-        session: Name of the session.
-        rank: This rank.
-        who: Description of the coordinator, for errors.
+        rank: This rank, for errors.
         coordinator: Actor name of the coordinator.
     """
 
-    def __init__(
-        self, reach: Callable[[bool], Any], session: str, rank: int, who: str, coordinator: str = ""
-    ) -> None:
+    def __init__(self, reach: Callable[[bool], Any], rank: int = 0, coordinator: str = "") -> None:
         self._reach = reach
+        self._rank = rank
         self._coordinator = coordinator
         self._num_restarts: int | None = None
         """Of the coordinator, when it was seen last."""
         self._killed_s, self._killed_restarts = float("-inf"), 0
-        super().__init__(session, rank, who)
+        self._begin()
 
     def _begin(self) -> None:
-        super()._begin()
+        """Resets the state of an earlier thread."""
         self._fresh = False
         self._actor_id = ""
         self._pulse: str | None = None
 
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """See `HeartbeatTransport.in_thread`."""
+        self._begin()
+        with ray_calls.starting_no_ray():
+            yield
+
     @property
-    def _is_up(self) -> bool:
+    def alive(self) -> bool:
+        """Whether this process is connected to a Ray."""
         return bool(ray.is_initialized())
 
-    @ray_calls.starting_no_ray()
-    def _send_all(self) -> None:
-        super()._send_all()
-
-    def _send(self, beat: Heartbeat) -> Any:
+    def send(self, beat: Heartbeat) -> Any:
+        """See `HeartbeatTransport.send`."""
         actor = self._reach(self._fresh)
         self._fresh, self._actor_id = False, ray_calls.id_of(actor)
         with ray_calls.inside():
             return actor.beat.remote(beat)
 
-    def _wait_for_answers(self, wait_s: float) -> list[Any]:
-        done, _ = ray_calls.wait([*self._sent], num_returns=1, timeout=wait_s)
+    def wait(self, sent: Sequence[Any], wait_s: float) -> list[Any]:
+        """See `HeartbeatTransport.wait`."""
+        done, _ = ray_calls.wait([*sent], num_returns=1, timeout=wait_s)
         return done
 
-    def _ack_of(self, ref: Any) -> HeartbeatAck | None:
+    def ack(self, ref: Any) -> HeartbeatAck | None:
+        """See `HeartbeatTransport.ack`."""
         try:
             ack: HeartbeatAck = ray_calls.get(ref)
         except RayTaskError:
@@ -188,13 +197,12 @@ class RayHeartbeatSender(HeartbeatSender):
 
     # The coordinator's end
 
-    def _is_gone(self) -> bool:
+    def has_ended(self, last: HeartbeatAck | None) -> bool:
         """Returns whether the incarnation that answered last has ended, by Ray's tables."""
-        heard = self._ack
-        if heard is None:
+        if last is None:
             return False
         try:
-            return ray_calls.life_of(heard.actor_id).num_restarts != heard.num_restarts
+            return ray_calls.life_of(last.actor_id).num_restarts != last.num_restarts
         except (CheckpointError, RayError):
             return False
 
@@ -204,14 +212,14 @@ class RayHeartbeatSender(HeartbeatSender):
             return ray_calls.recall(pulse_name(self._coordinator)) or None
         return None
 
-    def _replace(self, num_restarts: int) -> None:
+    def _replace(self, num_restarts: int, last: HeartbeatAck | None) -> None:
         """Makes Ray kill the frozen incarnation and start the next one.
 
         *Why*: all saves of this session would fail until somebody killed it by hand. If it thaws
         meanwhile, that does no harm: the next incarnation has a higher epoch.
         """
         with suppress(CheckpointError, RayError, ValueError):
-            if not self._is_gone():
+            if not self.has_ended(last):
                 ray_calls.kill(self._reach(False), no_restart=False)
                 self._killed_s, self._killed_restarts = time.monotonic(), num_restarts
 
@@ -219,7 +227,8 @@ class RayHeartbeatSender(HeartbeatSender):
     def _is_being_replaced(self) -> bool:
         return time.monotonic() < self._killed_s + KILL_S
 
-    def _may_continue(self, key: OpKey) -> bool:
+    def may_continue(self, key: OpKey) -> bool:
+        """See `HeartbeatTransport.may_continue`."""
         if not self._is_being_replaced:
             return False
         # Why only with a plan: without one, the next incarnation does not know the save, and to
@@ -228,13 +237,13 @@ class RayHeartbeatSender(HeartbeatSender):
             return bool(ray_calls.recall(staged_plan_name(self._coordinator, key)))
         return True
 
-    def _check_coordinator(self, timeout_s: float) -> None:
-        now_s, silent_s = self._clock(), self._silent_s
+    def silence(self, silent_s: float, timeout_s: float, state: SenderState) -> Silence:
+        """See `HeartbeatTransport.silence`."""
         if self._pulse is None and silent_s > timeout_s / 2:
             self._pulse = self._last_pulse()
         if silent_s <= timeout_s:
-            return
-        heard, life = self._ack, ray_calls.life_of(self._actor_id)
+            return Silence("none")
+        heard, life = state.last, ray_calls.life_of(self._actor_id)
         before, self._num_restarts = self._num_restarts, life.num_restarts
         ends = heard is not None and heard.num_restarts == life.num_restarts
         is_killed = self._is_being_replaced and life.num_restarts == self._killed_restarts
@@ -243,12 +252,11 @@ class RayHeartbeatSender(HeartbeatSender):
         if late or not (life.is_running or ends):
             # Why: one that is being started, or started anew, is late and not frozen. One that
             # has answered and is just being ended, as another rank found it frozen, is.
-            self._sent = {ref: (now_s, beat) for ref, (_, beat) in self._sent.items()}
-            return
+            return Silence("late")
         # Why: one that this rank alone can't reach works for all others.
         lives = self._pulse is not None and self._last_pulse() not in (None, self._pulse)
-        if self._frozen is None and not lives:
-            self._replace(life.num_restarts)
+        if not state.is_frozen and not lives:
+            self._replace(life.num_restarts, heard)
         if lives:
             why = (
                 f"it lives, as Ray's control store says: rank {self._rank} can't reach it. Look at "
@@ -259,8 +267,7 @@ class RayHeartbeatSender(HeartbeatSender):
                 "its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
                 "takes its place: call again; raise heartbeat_timeout_s if such pauses are normal"
             )
-        self._frozen = self._silent_error(silent_s, why)
-        self._abandon(self._frozen)
+        return Silence("frozen", why)
 
 
 logger = logging.getLogger(__name__)
@@ -300,8 +307,11 @@ class RaySession(Session):
         node, _ = ray_calls.this_connection() or ("", "")
         who = f"the coordinator of session {self._actor!r}"
         super().__init__(name, rank, world_size, who=who, node=node)
-        self._heartbeats = RayHeartbeatSender(
-            self._look_up, name, rank, who, coordinator_name(self._actor, namespace)
+        self._heartbeats = HeartbeatSender(
+            RayHeartbeats(self._look_up, rank, coordinator_name(self._actor, namespace)),
+            name,
+            rank,
+            who,
         )
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()

@@ -42,7 +42,12 @@ from ray_dcp.coordinator.loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.coordinator.metrics import Performer
 from ray_dcp.core.processes import OwnProcess, network_namespace
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
-from ray_dcp.session.heartbeat import HeartbeatSender
+from ray_dcp.session.heartbeat import (
+    HeartbeatSender,
+    HeartbeatTransport,
+    SenderState,
+    Silence,
+)
 from ray_dcp.session.job_store import await_keys, job_store
 from ray_dcp.session.session import LinkSession, closed_meanwhile
 
@@ -569,8 +574,62 @@ CoordinatorLink = SocketLink | SocketCoordinator
 """Connection of a rank to its coordinator."""
 
 
-class SocketHeartbeatSender(HeartbeatSender):
-    """Sends heartbeats over a link.
+class SocketHeartbeats(HeartbeatTransport):
+    """Carries heartbeats over a link.
+
+    Args:
+        link: The link to the coordinator.
+    """
+
+    def __init__(self, link: CoordinatorLink) -> None:
+        self._link = link
+
+    @property
+    def alive(self) -> bool:
+        """Whether the coordinator has not ended."""
+        return self._link.ended is None
+
+    def send(self, beat: Heartbeat) -> Any:
+        """See `HeartbeatTransport.send`."""
+        return self._link.ask("beat", beat)
+
+    def wait(self, sent: Sequence[Any], wait_s: float) -> list[Any]:
+        """See `HeartbeatTransport.wait`."""
+        done, _ = futures.wait(sent, wait_s, futures.FIRST_COMPLETED)
+        return [ref for ref in sent if ref in done][-1:]
+
+    def ack(self, ref: Any) -> HeartbeatAck | None:
+        """See `HeartbeatTransport.ack`."""
+        try:
+            ack: HeartbeatAck = ref.result()
+        except CheckpointError:
+            if self.alive:
+                raise  # it lives, and has an error of its own
+            return None
+        return ack
+
+    def has_ended(self, last: HeartbeatAck | None) -> bool:
+        """See `HeartbeatTransport.has_ended`."""
+        return not self.alive
+
+    def ended_error(self) -> ParticipantError | None:
+        """See `HeartbeatTransport.ended_error`."""
+        return copy.copy(self._link.ended)
+
+    def silence(self, silent_s: float, timeout_s: float, state: SenderState) -> Silence:
+        """See `HeartbeatTransport.silence`."""
+        if silent_s <= timeout_s:
+            return Silence("none")
+        return Silence(
+            "frozen",
+            "the process of rank 0 is frozen (stopped, swapped out, or a thread holds the GIL), or "
+            "its machine is out of reach. Look at that process, and call again; raise "
+            "heartbeat_timeout_s if such pauses are normal",
+        )
+
+
+def heartbeats_over(link: CoordinatorLink, session: str, rank: int, who: str) -> HeartbeatSender:
+    """Returns the sender of a rank's heartbeats, which stops its work when the link ends.
 
     Args:
         link: The link to the coordinator.
@@ -578,52 +637,14 @@ class SocketHeartbeatSender(HeartbeatSender):
         rank: This rank.
         who: Description of the coordinator, for errors.
     """
+    sender = HeartbeatSender(SocketHeartbeats(link), session, rank, who)
 
-    def __init__(self, link: CoordinatorLink, session: str, rank: int, who: str) -> None:
-        self._link = link
-        super().__init__(session, rank, who)
-        link.on_end = self._stop_working
+    def stop_working() -> None:
+        if link.ended is not None:
+            sender.abandon(copy.copy(link.ended))
 
-    @property
-    def _is_up(self) -> bool:
-        return self._link.ended is None
-
-    def _stop_working(self) -> None:
-        if self._link.ended is not None:
-            self._abandon(copy.copy(self._link.ended))
-
-    def _send(self, beat: Heartbeat) -> Any:
-        return self._link.ask("beat", beat)
-
-    def _wait_for_answers(self, wait_s: float) -> list[Any]:
-        done, _ = futures.wait([*self._sent], wait_s, futures.FIRST_COMPLETED)
-        return [ref for ref in self._sent if ref in done][-1:]
-
-    def _ack_of(self, ref: Any) -> HeartbeatAck | None:
-        try:
-            ack: HeartbeatAck = ref.result()
-        except CheckpointError:
-            if self._is_up:
-                raise  # it lives, and has an error of its own
-            return None
-        return ack
-
-    def _is_gone(self) -> bool:
-        return not self._is_up
-
-    def _died_error(self) -> ParticipantError:
-        return copy.copy(self._link.ended) or super()._died_error()
-
-    def _check_coordinator(self, timeout_s: float) -> None:
-        silent_s = self._silent_s
-        if silent_s > timeout_s:
-            self._frozen = self._silent_error(
-                silent_s,
-                "the process of rank 0 is frozen (stopped, swapped out, or a thread holds the "
-                "GIL), or its machine is out of reach. Look at that process, and call again; "
-                "raise heartbeat_timeout_s if such pauses are normal",
-            )
-            self._abandon(self._frozen)
+    link.on_end = stop_working
+    return sender
 
 
 class SocketSession(LinkSession):
@@ -642,7 +663,7 @@ class SocketSession(LinkSession):
     ) -> None:
         who = f"the coordinator of session {name!r}, in the process of rank 0,"
         super().__init__(name, rank, world_size, who=who, node=platform.node())
-        self._heartbeats = SocketHeartbeatSender(link, name, rank, who)
+        self._heartbeats = heartbeats_over(link, name, rank, who)
         self._connected, self._place = link, place
 
     @property

@@ -41,11 +41,12 @@ from ray_dcp.session import (
     ray_session,
 )
 from ray_dcp.session.discovery import connect, connect_announced
+from ray_dcp.session.heartbeat import HeartbeatSender
 from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.meeting import await_group
 from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.ray_calls import call_actor
-from ray_dcp.session.ray_session import RayHeartbeatSender
+from ray_dcp.session.ray_session import RayHeartbeats
 from ray_dcp.session.session import Connection, Disconnected, GroupSessions, until_disconnected
 from ray_dcp.stage.stager import stager_of
 from ray_dcp.store.environment import StorageVariables
@@ -521,7 +522,7 @@ class Incarnations:
 
 @pytest.fixture
 def sender(coordinator):
-    return RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    return HeartbeatSender(RayHeartbeats(lambda fresh: coordinator), "s", 0, "the coordinator")
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.socket_session import (
-    SocketHeartbeatSender,
     SocketLink,
     SocketSession,
+    heartbeats_over,
     join_by_store,
 )
 from tests.support.processes import eventually
@@ -371,7 +371,7 @@ def test_a_call_that_is_given_up_is_not_sent_again(sessions):
 
 def test_a_rank_0_that_is_silent_is_found_frozen_and_its_work_is_given_up():
     link = SimpleNamespace(ended=None, on_end=None, ask=lambda *_: Future())
-    sender = SocketHeartbeatSender(link, "s", 1, "the coordinator")
+    sender = heartbeats_over(link, "s", 1, "the coordinator")
     progress = RankProgress()
     progress.enter(WRITE)
     sender.add(progress, 0.6)
