@@ -68,7 +68,9 @@ def line_chart(series: Series, title: str = "") -> Picture:
         at = math.log10(value) if is_log else value
         return _TOP + (1 - (at - low) / (high - low)) * (_BOTTOM - _TOP)
 
-    parts = [draw.note(_END + 8, _BOTTOM + 16, "step")]
+    # Why at the edge: the label of the last tick is centred at the end of the axis.
+    parts = [draw.note(WIDTH - 2, _BOTTOM + 16, "step", "end")]
+    parts += [draw.note(_LEFT + 4, _TOP - 2, "logarithmic")] if is_log else []
     powers = range(math.ceil(low), math.floor(high) + 1) if is_log else ()
     for tick in [10.0**power for power in powers] or draw.ticks(low, high, 5):
         parts.append(draw.line(_LEFT, y(tick), _END, y(tick)))

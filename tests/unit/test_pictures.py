@@ -249,6 +249,19 @@ def test_the_steps_of_a_run_have_bars_of_their_sizes():
     assert "… and 20 earlier steps" in "".join(root.itertext())
 
 
+@pytest.mark.parametrize("last", [2.0, 200.0, 1e6])
+def test_the_title_of_an_axis_is_clear_of_its_ticks_and_a_logarithmic_one_is_told(last: float):
+    for values, is_log in ([1.0, 2.0], False), ([1.0, 1000.0], True):
+        root = parsed(line_chart({"loss": [(0.0, values[0]), (last, values[1])]}))
+        notes = {one.text: one for one in root.iter("text")}
+        title, tick = notes["step"], notes[f"{last:.10g}"]
+        assert (title.get("text-anchor"), tick.get("text-anchor")) == ("end", "middle")
+        # A letter is at most 7 units wide.
+        begins = float(title.get("x", 0)) - 7 * len("step")
+        assert begins > float(tick.get("x", 0)) + 7 * len(tick.text or "") / 2
+        assert ("logarithmic" in notes) == is_log
+
+
 def test_lines_go_up_where_values_do_and_the_steadiest_are_grey():
     series = {f"steady{i}": [(0, 5.0), (1, 5.0), (2, 5.0)] for i in range(9)}
     series["moves"] = [(0, 1.0), (1, 2.0), (2, 3.0)]
@@ -263,7 +276,7 @@ def test_lines_go_up_where_values_do_and_the_steadiest_are_grey():
     (line,) = parsed(line_chart({"loss": [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.1)]})).iter(
         "polyline"
     )
-    steps = np.diff(heights(line))  # on a logarithmic scale
+    steps = np.diff(heights(line))  # on a logarithmic scale, which is told
     assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
     root = parsed(line_chart({"w": [(0, 1.0), (1, float("nan")), (2, float("inf")), (3, 2.0)]}))
     assert texts(root).count("✕") == 2
