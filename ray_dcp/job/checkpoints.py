@@ -244,6 +244,36 @@ class JobCheckpoints:
             checkpoint_id=self.path,
         )
 
+    def at(self, step: int) -> CommittedStep:
+        """Returns a committed step, protected from deletion until it is closed.
+
+        Its bytes are verified when they are loaded.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed.
+            DamagedCheckpointError: Its record can't be read.
+            StorageError: The storage failed.
+        """
+        number = plain_integer(step)
+        name = self._settings.names.name_of(number)
+        lease = self._lease(number)
+        try:
+            found = look_at_step(self._root, name, number)
+            if found is None:
+                raise CheckpointNotFoundError(
+                    f"expected a committed step {number} in {self.path}, but there is none; its "
+                    f"steps are {', '.join(map(str, self.all_steps()[-5:])) or 'none'}",
+                    checkpoint_id=self.path,
+                    step=number,
+                )
+            return CommittedStep(self._root, found, read_parts(self._root, found), lease)
+        except BaseException:
+            _end(lease)
+            raise
+
     def close(self) -> None:
         """Gives the run up: a step that is open is given up, one that is staged is committed.
 

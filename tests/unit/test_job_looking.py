@@ -16,6 +16,7 @@ import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
     StorageError,
@@ -410,3 +411,14 @@ def test_a_part_is_refused_by_name_where_none_can_be(run: Path):
                 save(9, {"policy": into(), "buffer": part})
         assert manager.all_steps() == [1, 2]
     assert not list((step(run, 2) / "buffer").glob("*/"))
+
+
+def test_a_step_of_ones_choice_is_protected_while_it_is_read(run: Path):
+    steps = ray_dcp.JobCheckpoints(run, ("policy", "buffer"), read_only=True)
+    with steps.at(1) as found:
+        assert (found.step, found.versions, found.kept_from) == (1, {"policy": 7, "buffer": 7}, {})
+        assert ray_dcp.read_state_dict(found.part("policy"))["model"]["w"][0] == 1.0
+        assert "being read" in invoke("rm", f"{run}@1", "--yes").output
+    for number in (3, 4, 9):  # given up, cut off, never begun
+        with pytest.raises(CheckpointNotFoundError, match=rf"step {number} in .*steps are 1, 2"):
+            steps.at(number)
