@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ray_dcp.errors import CheckpointError
-from tests.support import xla_env
+from tests.support import verl_env, xla_env
 from tests.support.daemons import Daemons, driven
 from tests.support.processes import lives
 from tests.support.servers.s3 import fresh_place, server_on_memory_disk
@@ -30,18 +30,23 @@ THIRD_PARTY_WARNINGS = (
 )
 
 
-OF_TORCH_XLA = "test_exchange_torch29.py"
-collect_ignore = [] if xla_env.chosen().exists() else [OF_TORCH_XLA]
+# What is left out where it is not installed, by the file of its tests.
+ENVIRONMENTS = {
+    "test_exchange_torch29.py": ("torch_xla", xla_env, xla_env.PYTHON_VARIABLE),
+    "test_verl_itself.py": ("verl", verl_env, verl_env.HOME_VARIABLE),
+}
+collect_ignore = [
+    name for name, (_, module, _) in ENVIRONMENTS.items() if not module.chosen().exists()
+]
 
 
-def pytest_report_header() -> str | None:
-    if not collect_ignore:
-        return None
-    return (
-        f"left out: {OF_TORCH_XLA}, as there is no environment of torch_xla at "
-        f"{xla_env.chosen()} (make it with `python -m tests.support.xla_env`, or set "
-        f"{xla_env.PYTHON_VARIABLE})"
-    )
+def pytest_report_header() -> list[str]:
+    return [
+        f"left out: {name}, as there is no environment of {package} at {module.chosen()} (make it "
+        f"with `python -m {module.__name__}`, or set {variable})"
+        for name, (package, module, variable) in ENVIRONMENTS.items()
+        if name in collect_ignore
+    ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
