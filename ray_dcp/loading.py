@@ -393,8 +393,8 @@ def _load_steps(
                 flatten_state_dict=route.flags.flatten_state_dict,
                 flatten_sharded_tensors=route.flags.flatten_sharded_tensors,
                 stateful=stateful,
-                rank=rank,
-                world_size=world_size,
+                rank=session.own_values[0],
+                world_size=session.own_values[1],
             )
         _check_replaces(work.loaded, overwritten)
         works.append(work)

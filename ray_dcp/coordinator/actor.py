@@ -6,8 +6,9 @@ it.
 `Membership` keeps the living ranks in Ray's control store. *Why*: if a machine with the coordinator
 and some ranks is lost, the next coordinator must know which ranks are missing; those never call it.
 `SharedReadDispatch` holds the `SharedUnit`s of each load in progress. `Rendezvous` lets ranks that
-only share a name agree on a session, without a process group. `coordinator_of` returns the handle
-of a session's coordinator, and creates it if there is none.
+only share a name agree on a session, without a process group; `WaitingReplicas` those of a run that
+replaces them one by one on who saves a step. `coordinator_of` returns the handle of a session's
+coordinator, and creates it if there is none.
 
 `StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, with about
 a byte for each row, and the next coordinator resumes them. A stager gets its `Ack`, and the handle
@@ -28,7 +29,7 @@ from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -47,6 +48,7 @@ from ray_dcp.commit_protocol.messages import (
     Request,
     SaveGo,
 )
+from ray_dcp.commit_protocol.replica_quorum import Answers, ReadyToSave, ReplicaQuorum, SaveQuorum
 from ray_dcp.commit_protocol.save import StagedPlan
 from ray_dcp.coordinator.loop import CoordinatorLoop, Member
 from ray_dcp.errors import (
@@ -370,6 +372,10 @@ class Membership:
             self._members[session, rank] = caller
             self._changed = self.ever = True
 
+    def is_of(self, session: str, rank: int, caller: Caller) -> bool:
+        """Returns whether a rank is registered with this process."""
+        return self._members.get((session, rank)) == caller
+
     def remove(self, session: str, rank: int) -> None:
         """Removes a rank that has left; ignores an unknown one."""
         self.ever = True
@@ -590,6 +596,67 @@ class Rendezvous:
             self.num_waiting -= 1
 
 
+REPLICAS = ""
+"""Session under which the replicas of a run are registered, whatever sessions they save in."""
+
+
+class WaitingReplicas:
+    """The replicas of a run that wait until they may save a step. Used in the event loop's thread.
+
+    Args:
+        new_session: See `ReplicaQuorum`.
+        clock: Returns the time, in seconds.
+    """
+
+    def __init__(self, new_session: Callable[[], str], clock: Callable[[], float]) -> None:
+        self._new_session, self._clock = new_session, clock
+        self._quorum: ReplicaQuorum | None = None
+        self._waiting: dict[int, list[asyncio.Future[SaveQuorum | None]]] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a replica waits for an answer."""
+        return self._quorum is not None and self._quorum.is_waiting
+
+    def begin(self, rank: int, world_size: int, caller: Caller) -> None:
+        """Registers the process of a replica."""
+        self._of(world_size).begin(rank, str(caller))
+
+    def steps(self, rank: int, world_size: int, caller: Caller) -> None:
+        """Records that the process of a replica makes its first step."""
+        self._of(world_size).steps(rank, str(caller))
+
+    def lost(self, rank: int, caller: Caller, why: str) -> None:
+        """Records that the process of a replica has ended or left."""
+        if self._quorum is not None:
+            self._answer(self._quorum.lost(rank, str(caller), why, self._clock()))
+
+    async def ready(self, request: ReadyToSave) -> SaveQuorum | None:
+        """Returns with whom a replica saves a step; None if the others do, or did, without it."""
+        quorum = self._of(request.world_size)
+        future: asyncio.Future[SaveQuorum | None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(request.rank, []).append(future)
+        self._answer(quorum.ready(request, self._clock()))
+        while not future.done():
+            next_s = quorum.next_s
+            left_s = None if next_s is None else max(0.0, next_s - self._clock())
+            await asyncio.wait([future], timeout=left_s)
+            if not future.done():
+                self._answer(quorum.look(self._clock()))
+        return future.result()
+
+    def _of(self, world_size: int) -> ReplicaQuorum:
+        if self._quorum is None:
+            self._quorum = ReplicaQuorum(world_size, self._new_session)
+        return self._quorum
+
+    def _answer(self, answers: Answers) -> None:
+        for rank, answer in answers:
+            for future in self._waiting.pop(rank, ()):
+                if not future.done():
+                    future.set_result(answer)
+
+
 WATCH_S = 0.5
 """Interval at which Ray is asked whether the ranks of a running operation live, in seconds."""
 
@@ -630,6 +697,7 @@ class Coordinator(CoordinatorLoop):
         self._lease_s = lease_s
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
         self._rendezvous = Rendezvous(lambda: secrets.token_hex(6))
+        self._replicas = WaitingReplicas(lambda: secrets.token_hex(6), self._loop.time)
         self._members = Membership(roster_key(name))
         self._has_pulse = False
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
@@ -664,6 +732,36 @@ class Coordinator(CoordinatorLoop):
             return await self._rendezvous.join(rank, world_size, token, timeout_s)
         finally:
             self._last_call_s = self._loop.time()
+
+    async def begin_replica(self, rank: int, world_size: int, caller: Caller) -> None:
+        """Registers the process of a replica of a run, so that its death is detected."""
+        self._note_call()
+        self._members.add(REPLICAS, rank, caller)
+        self._replicas.begin(rank, world_size, caller)
+
+    async def replica_steps(self, rank: int, world_size: int, caller: Caller) -> None:
+        """Records that the process of a replica makes its first step, so that it is awaited."""
+        await self.begin_replica(rank, world_size, caller)
+        self._replicas.steps(rank, world_size, caller)
+
+    async def ready(self, request: ReadyToSave, caller: Caller) -> SaveQuorum | None:
+        """See `WaitingReplicas.ready`.
+
+        Args:
+            request: What the replica says; the identity of its process is the caller's.
+            caller: Its process.
+        """
+        await self.begin_replica(request.rank, request.world_size, caller)
+        try:
+            return await self._replicas.ready(replace(request, process=str(caller)))
+        finally:
+            self._last_call_s = self._loop.time()
+
+    async def end_replica(self, rank: int, caller: Caller) -> None:
+        """Removes the process of a replica, which saves no more."""
+        if self._members.is_of(REPLICAS, rank, caller):
+            self._members.remove(REPLICAS, rank)
+        self._replicas.lost(rank, caller, "has ended")
 
     async def call(
         self, request: Request, caller: Caller | None = None, silence_s: float | None = None
@@ -734,7 +832,10 @@ class Coordinator(CoordinatorLoop):
             try:
                 for session, rank, caller in await self._members.take_dead():
                     reason = f"Ray says that its process ({caller}) has ended"
-                    self._report_lost(session, rank, reason)
+                    if session == REPLICAS:
+                        self._replicas.lost(rank, caller, f"has ended ({caller})")
+                    else:
+                        self._report_lost(session, rank, reason)
                 await self._members.keep()
                 # Why a task: a stager that is frozen must not keep it from seeing who died.
                 if not self._plans.is_busy:
@@ -771,7 +872,7 @@ class Coordinator(CoordinatorLoop):
         return False
 
     async def _pause(self) -> None:
-        if self._coordination.active:
+        if self._coordination.active or self._replicas.is_waiting:
             await asyncio.sleep(min(WATCH_S, self._lease_s))
             return
         self._called.clear()
@@ -782,7 +883,7 @@ class Coordinator(CoordinatorLoop):
 
     def _is_idle(self) -> bool:
         busy = self._performing or self._rendezvous.num_waiting or self._waiting
-        return not (busy or self._coordination.active)
+        return not (busy or self._coordination.active or self._replicas.is_waiting)
 
 
 @ray_calls.starting_no_ray()

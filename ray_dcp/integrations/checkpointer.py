@@ -36,12 +36,14 @@ from ray_dcp.errors import (
 )
 from ray_dcp.integrations import ray_train
 from ray_dcp.integrations.ray_train import (
+    DueReport,
     JoinedGroup,
     RunFacts,
     join,
     needed_steps,
     parse,
 )
+from ray_dcp.integrations.replica_groups import join_replicas
 from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, save_fits
 from ray_dcp.job.part import check_no_part
 from ray_dcp.job.value import read_value, save_values, value_ref
@@ -253,10 +255,10 @@ class Checkpointer:
         check_no_part(state, "the state of this rank", _OTHER_RUN)
         trusted = None if trust is None else Trust(trust)
         self._process(self._actions.finisher.ended())
+        self._group.leave_others()
         registered = ray_train.registered()
-        timeout_s = self._settings.options.plan_timeout_s
         memory = NodeMemory(self._group.session.namespace)
-        memory.await_staged(self.url, timeout_s, Stop())
+        memory.await_staged(self.url, self._group.staged_s, Stop())
         try:
             report = self._actions.restore("auto", state, None, progress, trusted)
         except CheckpointNotFoundError as error:
@@ -309,7 +311,10 @@ class Checkpointer:
                 checkpointer is closed.
         """
         step = plain_integer(step)
+        if self._is_again(step):
+            return False
         self._check_new(step)
+        self._group.steps()
         if self._decided[0] == step:
             return self._decided[1]
         request = REQUESTS.at(step, self._owner) or self._preemption_request(step)
@@ -363,6 +368,8 @@ class Checkpointer:
         """
         check_no_part(step, "the number of a step", _OTHER_RUN)
         step = plain_integer(step)
+        if self._is_again(step):
+            return False
         self._check_new(step)
         told = ray_train.check_metrics(metrics)
         check_mapping(state)
@@ -407,7 +414,8 @@ class Checkpointer:
             return
         try:
             self._process(self._actions.finisher.ended())
-            self._report_to_train(final=True)
+            if self._group.gather(None):
+                self._report_to_train(final=True)
             self._group.writer.remover.drain(DELETIONS_S)
         finally:
             self._leave(DELETIONS_S)
@@ -450,6 +458,12 @@ class Checkpointer:
 
         save = save_parts if parts else None
         try:
+            if not self._group.gather(step):
+                request = self._begun.pop(step).request
+                if request is not None:
+                    REQUESTS.ended(request, False)
+                return []
+            self._actions.writer = self._group.writer
             if not self._actions.save_async(step, state, True, details, save, **options):
                 self._begun.pop(step)  # Skipped by `when_full`.
             return []
@@ -481,7 +495,8 @@ class Checkpointer:
             if isinstance(one.error, SaveCancelledError):
                 logger.info("Step %d is not saved: %s", one.step, one.error)
                 continue  # Cancelled, which is not a failure.
-            if isinstance(one.error, CommitUnknownError):
+            self._group.failed()
+            if isinstance(one.error, CommitUnknownError) and not self._facts.replicas_of:
                 raise one.error  # Ranks that know the outcome would wait for this one in a report.
             self._warn(f"Step {one.step} is not saved: {type(one.error).__name__}: {one.error}")
             causes = [one.error, *(cause for cause, _ in one.error.failures.values())]
@@ -497,30 +512,46 @@ class Checkpointer:
 
         Collective.
         """
+        self._group.tidy(self._begun)
+        reports = self._group.agreed_reports(self._due(final), self._actions.agree)
+        for step, name, metrics, paused_s in reports:
+            begun = self._unreported.pop(step, None)
+            self._report(step, name, metrics, False if begun is None else begun.validation)
+            if paused_s is not None:
+                self._reported_s = paused_s
+                self._unreported = {
+                    one: left for one, left in self._unreported.items() if one > step
+                }
+
+    def _due(self, final: bool) -> list[DueReport]:
+        """Returns which committed saves this rank would report now."""
         newest = max(self._unreported, default=None)
         if newest is None:
-            return
+            return []
         created_s = self._unreported[newest].created_s
         # Why `0 <=`: a clock that was set back must not suppress reports.
         too_soon = 0 <= created_s - self._reported_s < self._facts.poll_s * _SLACK
         is_due = final or not too_soon
-        for step, begun in list(self._unreported.items()):
-            if begun.validation or (is_due and step == newest):
-                name = self._settings.names.name_of(step)
-                self._report(step, name, begun.metrics, begun.validation)
-                del self._unreported[step]
-        if is_due:
-            self._reported_s = created_s
-            self._unreported.clear()
+        return [
+            (
+                step,
+                self._settings.names.name_of(step),
+                begun.metrics,
+                created_s if is_due and step == newest else None,
+            )
+            for step, begun in self._unreported.items()
+            if begun.validation or (is_due and step == newest)
+        ]
 
     def _report(
         self, step: int, name: str, metrics: Mapping[str, Any], validation: Any = False
     ) -> None:
-        ray_train.report(self._facts.checkpoint(f"{self._folder}/{name}"), metrics, validation)
+        checkpoint = self._facts.checkpoint(f"{self._folder}/{name}")
+        self._group.report(checkpoint, metrics, validation)
         if self._group.needed is not None:
             known = ray_train.ReportedStep(ray_train.numbers_in(metrics), bool(validation))
             self._group.needed.add({step: known})
-        if self._facts.rank == 0:
+        if self._group.session.rank == 0:
             self._group.writer.remover.wake()
 
     def _hold_parts(self, report: RestoreReport) -> None:
@@ -528,7 +559,7 @@ class Checkpointer:
         self._let_go()
         folder = replace(self._root.target, url=report.checkpoint_id)
         self.restored_parts = {n: place_below(folder, one) for n, one in report.items.items()}
-        if self.restored_parts and self._facts.rank == 0:
+        if self.restored_parts and self._group.session.rank == 0:
             lease = ReaderLease(self._root, report.step, lease_s=self._settings.lease_s)
             try:
                 lease.__enter__()
@@ -559,6 +590,8 @@ class Checkpointer:
         folder, known = parse(checkpoint_id), parse(registered or "")
         if folder is None or folder.name == self._settings.names.name_of(folder.step):
             return  # Saved by this group, and reported like all its saves.
+        if self._facts.replicas_of and (known is None or known.step < folder.step):
+            return  # A report needs all workers; the next save that all make is reported.
         if known is None or known < folder:
             found = self._group.writer.catalogue.steps.get(folder.step)
             metrics = found.info.metrics if found is not None and found.info is not None else {}
@@ -583,8 +616,15 @@ class Checkpointer:
             return None
         self._notice = info
         left_s = None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
-        # Why rank 0 decides: clocks and measured times differ between ranks.
-        fits = ray_train.broadcast(save_fits(left_s, REQUESTS.seconds()[0]))
+        # Why rank 0 decides: clocks and measured times differ between ranks. Why not by Ray Train:
+        # its broadcast would wait for a rank whose node has gone by now.
+        try:
+            fits = self._actions.agree(
+                "whether a save fits", lambda _: save_fits(left_s, REQUESTS.seconds()[0])
+            )
+        except CheckpointError as error:
+            self._warn(f"No save before a node is taken away: {error}")
+            return None
         return RequestedSave(f"preemption-{step}", "preemption", step - 1) if fits else None
 
     def _warm(self, state: Mapping[str, Any]) -> None:
@@ -606,7 +646,8 @@ class Checkpointer:
         self._was_warned = True
 
     def _warn(self, text: str) -> None:
-        if self._facts.rank == 0:
+        # Why each replica: rank 0 may be the one that died.
+        if self._facts.rank == 0 or self._facts.replicas_of:
             logger.warning(text)
             # Why both: a run shows the log, and a test or a notebook shows the Python warning.
             events.warn(text, stacklevel=4)
@@ -616,6 +657,11 @@ class Checkpointer:
         self._let_go()
         REQUESTS.close(self._owner)
         self._group.leave(timeout_s)
+
+    def _is_again(self, step: int) -> bool:
+        """Returns whether a replica has not moved on: it makes a step again that lost another."""
+        self._check_open()
+        return bool(self._facts.replicas_of) and step == self._last_step
 
     def _check_new(self, step: int) -> None:
         self._check_open()
@@ -725,6 +771,14 @@ def checkpointer(
             f"asking. Leave that out, and give max_to_keep= or retention= here",
             key="trust",
         )
+    if facts.replicas_of and check_preemption_every:
+        raise InvalidRequestError(
+            f"check_preemption_every={check_preemption_every} asks Ray Train for preempted nodes, "
+            f"which is a barrier of all workers; with replica groups (TorchftConfig) there is no "
+            f"such notice. Leave it at 0: the replicas that are left train on",
+            key="check_preemption_every",
+        )
     needed = needed_steps(max_to_keep, retention, facts.num_to_keep)
-    group = join(facts, folder, settings, needed, storage_options)
+    joined = join_replicas if facts.replicas_of else join
+    group = joined(facts, folder, settings, needed, storage_options)
     return Checkpointer(facts, group, folder, on_error, check_preemption_every)

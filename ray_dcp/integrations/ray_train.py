@@ -15,7 +15,9 @@ where all of ray_dcp expects it.
      +------------------ number of the worker group in the run
 
 `join` makes a worker a member of its group: rank 0 scans the storage once, and broadcasts the
-result or the error through Ray Train. A manager's `Writer`, on rank 0, holds the lease and deletes.
+result or the error through Ray Train. (Workers that Ray Train replaces one by one are joined by
+`replica_groups`.) A manager's `Writer`, on rank 0, holds the lease and deletes.
+
 `NeededSteps` is its retention policy: it adds to the user's policy what Ray Train needs. Ray Train
 refuses to continue a run if a registered folder does not exist, so the delete record of a step
 always remains, as in every run.
@@ -29,7 +31,8 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -38,6 +41,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 import ray
 import torch
+from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import Stop
@@ -56,6 +60,7 @@ from ray_dcp.manager.retention import RetentionPolicy, StepFacts, answers_of
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.saving import session_for
+from ray_dcp.session import ray_calls
 from ray_dcp.session.ray_calls import TESTED
 from ray_dcp.session.ray_session import RaySession
 from ray_dcp.session.session import InlineSession
@@ -88,6 +93,8 @@ class RunFacts:
     """Ray Train's `StorageContext`."""
     storage_path: str
     """`RunConfig.storage_path`."""
+    replicas_of: str = ""
+    """Id of the worker group, if each worker is a replica that Ray Train replaces by itself."""
 
     def checkpoint(self, name: str) -> Any:
         """Returns Ray Train's `Checkpoint` for a folder of the run."""
@@ -128,9 +135,19 @@ def run_facts() -> RunFacts:
             poll_s=float(os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S") or POLL_S),
             storage=storage,
             storage_path=str(config.storage_path),
+            replicas_of=_replicas_of(context),
         )
     except (AttributeError, TypeError) as error:
         raise _other_ray(error) from error
+
+
+def _replicas_of(context: Any) -> str:
+    """Returns the id of a worker group whose workers are replicas; "" for any other group."""
+    backend = getattr(context.train_run_context.backend_config, "backend_cls", None)
+    if not getattr(backend, "has_replica_groups", False):
+        return ""
+    # Why this actor: a group that is started anew has another one, a replaced worker the same.
+    return ray_calls.id_of(context.get_synchronization_actor())
 
 
 def target_of_run(
@@ -223,6 +240,12 @@ def report(checkpoint: Any, metrics: Mapping[str, Any], validation: Any = False)
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
         **({"validation": validation} if validation else {}),
     )
+
+
+def has_timed_out(error: RayTaskError) -> bool:
+    """Returns whether a report failed as not all workers made it within Ray Train's timeout."""
+    kinds = type(error.cause).__mro__
+    return any(kind.__name__ == "CollectiveTimeoutError" for kind in kinds)
 
 
 def registered() -> str | None:
@@ -500,6 +523,11 @@ STAGED_S = 60.0
 """How long to wait for staged saves of earlier groups on this node, in seconds."""
 
 
+DueReport = tuple[int, str, Mapping[str, Any], float | None]
+"""A report to Ray Train: step, folder, metrics, and the time of the save if reports are now paused
+for a while, by the clock of rank 0."""
+
+
 @dataclass
 class JoinedGroup:
     """A worker group that this rank has joined."""
@@ -510,9 +538,49 @@ class JoinedGroup:
     """Settings of the manager by which the group saves."""
     session: Any
     owns_session: bool
+    staged_s: float
+    """How long a load waits for staged saves on this node, in seconds."""
     has_steps: bool
     """Whether the folder contains steps of earlier groups."""
     needed: NeededSteps | None = None
+
+    def steps(self) -> None:
+        """Records that this rank makes a step, whether it is saved or not."""
+
+    def gather(self, step: int | None) -> bool:
+        """Finds out with whom this rank saves a step; returns whether it takes part.
+
+        Args:
+            step: The step; None before the last report.
+
+        Raises:
+            CheckpointError: The coordinator is out of reach.
+        """
+        return True
+
+    def agreed_reports(
+        self, due: list[DueReport], agree: Callable[..., Any]
+    ) -> Sequence[DueReport]:
+        """Returns what all workers report to Ray Train now.
+
+        Args:
+            due: What is due on this rank.
+            agree: See `CollectiveActions.agree`.
+        """
+        return due
+
+    def report(self, checkpoint: Any, metrics: Mapping[str, Any], validation: Any) -> None:
+        """Reports a checkpoint to Ray Train; see the function `report`. Collective."""
+        report(checkpoint, metrics, validation)
+
+    def failed(self) -> None:
+        """Records that a save failed."""
+
+    def leave_others(self) -> None:
+        """Makes the next load one of this rank alone, if its group may have lost others."""
+
+    def tidy(self, pending: Collection[int]) -> None:
+        """Closes what saves that have ended used; those of the given steps have not."""
 
     def leave(self, timeout_s: float) -> None:
         """Releases the lease, after waiting for a deletion, and closes a session of its own."""
@@ -547,15 +615,9 @@ def join(
     writer: Writer | None = None
 
     def begin() -> tuple[Writer, tuple[int, str, bool]]:
-        # Why: the only checkpoint may be one that a killed group has staged here.
-        NodeMemory().await_staged(root.url, STAGED_S, Stop())
-        earlier = [found.group for found in map(parse, folders_in(root.storage)) if found]
-        begun = max(earlier, default=0) + 1, secrets.token_hex(3), bool(earlier)
-        named = replace(settings, names=GroupNames(group=begun[0], word=begun[1]))
-        # Why with the id of the run: its worker groups replace each other at once.
-        holder = replace(this_process(), nonce=facts.run_id)
-        refresh = dict if needed is None else needed.refresh_pending
-        return Writer(root, named, holder=holder, before_removal=refresh), begun
+        begun = begun_in(root)
+        names = GroupNames(group=begun[0], word=begun[1])
+        return writer_of(facts, root, replace(settings, names=names)), begun
 
     error: Exception | None = None
     begun = None
@@ -563,7 +625,8 @@ def join(
         if facts.rank == 0:
             try:
                 writer, begun = begin()
-                _take_lease(writer, facts.name)
+                with naming_run(writer, facts.name):
+                    writer.take_lease()
                 if needed is not None:
                     needed.refresh()
             except Exception as failed:  # noqa: BLE001 - the other ranks wait in the broadcast
@@ -585,7 +648,13 @@ def join(
             session = RaySession(f"train-{facts.name}-{word}", 0, 1)
             session.register()
         return JoinedGroup(
-            writer or Writer(root, settings), settings, session, owns, has_steps, needed
+            writer or Writer(root, settings),
+            settings,
+            session,
+            owns,
+            settings.options.plan_timeout_s,
+            has_steps,
+            needed,
         )
     except BaseException:
         if writer is not None:
@@ -593,9 +662,33 @@ def join(
         raise
 
 
-def _take_lease(writer: Writer, name: str) -> None:
+def begun_in(root: Root, staged_s: float = STAGED_S) -> tuple[int, str, bool]:
+    """Returns number and word of a group that begins now, and whether there are older steps.
+
+    Args:
+        root: The folder of the steps.
+        staged_s: How long to wait for staged saves on this node, in seconds.
+    """
+    # Why: the only checkpoint may be one that a killed group has staged here.
+    NodeMemory().await_staged(root.url, staged_s, Stop())
+    earlier = [found.group for found in map(parse, folders_in(root.storage)) if found]
+    return max(earlier, default=0) + 1, secrets.token_hex(3), bool(earlier)
+
+
+def writer_of(facts: RunFacts, root: Root, settings: Settings) -> Writer:
+    """Returns the writer of a run, for the rank that leads."""
+    # Why with the id of the run: its worker groups replace each other at once.
+    holder = replace(this_process(), nonce=facts.run_id)
+    needed = settings.kept
+    refresh = needed.refresh_pending if isinstance(needed, NeededSteps) else dict
+    return Writer(root, settings, holder=holder, before_removal=refresh)
+
+
+@contextmanager
+def naming_run(writer: Writer, name: str) -> Iterator[None]:
+    """Names the run in the error that another process writes to its folder."""
     try:
-        writer.take_lease()
+        yield
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"Expected to be the only run named {name!r} that writes to {writer.root.url}. Give "

@@ -227,7 +227,7 @@ class CollectiveActions:
         place, states = self._begin_step(step, state_dict, force, details)
         if place is None:
             return False
-        with self._record_outcome(place):
+        with self._record_outcome(place, self._leader()):
             for name, state in states.items():
                 run = partial(run_save, progress=progress)
                 self._run_item(run, "save", place, name, state, {})
@@ -272,9 +272,10 @@ class CollectiveActions:
             return False
         # Why now: operations must be numbered in the order of the calls, which threads don't keep.
         key = self.session().next_key() if self.settings.named else None
+        writer = self._leader()
 
         def finish() -> None:
-            with self._record_outcome(place):
+            with self._record_outcome(place, writer):
                 for error in [handle.exception() for handle in handles]:
                     if error is not None and not isinstance(error, CommitUnknownError):
                         raise error
@@ -301,7 +302,7 @@ class CollectiveActions:
         except BaseException:
             for handle in handles:
                 handle.cancel()
-            with self._record_outcome(place):
+            with self._record_outcome(place, self._leader()):
                 raise
         return handles
 
@@ -393,7 +394,7 @@ class CollectiveActions:
                 timeout_s=options.plan_timeout_s + options.write_timeout_s,
             )
         except BaseException:
-            with self._record_outcome(place):
+            with self._record_outcome(place, self._leader()):
                 raise
 
     def _run_item(
@@ -475,9 +476,18 @@ class CollectiveActions:
                     step=place.step,
                 ) from error
 
+    def _leader(self) -> Writer | None:
+        """Returns the writer that decides now, on rank 0; None on other ranks."""
+        return self.writer if self.session().rank == 0 else None
+
     @contextmanager
-    def _record_outcome(self, place: StepTarget) -> Iterator[None]:
-        """Reports the outcome of a save to the writer."""
+    def _record_outcome(self, place: StepTarget, writer: Writer | None) -> Iterator[None]:
+        """Reports the outcome of a save to the writer that began it.
+
+        Args:
+            place: Place of the step.
+            writer: On rank 0. *Why not* `self.writer`: another may decide by the end of the save.
+        """
         committed: bool | None = False
         no_space = False
         try:
@@ -492,10 +502,10 @@ class CollectiveActions:
         finally:
             what = f"the end of step {place.step}"
             with contained(f"Recording {what}"):
-                if self.session().rank == 0:
+                if writer is not None:
                     # Why also here: another interrupt may come before the thread begins.
-                    self.writer.give_up(place.step)
-                    finish = partial(self.writer.finish, place, committed, no_space=no_space)
+                    writer.give_up(place.step)
+                    finish = partial(writer.finish, place, committed, no_space=no_space)
                     in_time(self.settings.options.commit_timeout_s, what, finish)
 
     # Restoring

@@ -686,6 +686,10 @@ class Writer:
         except CheckpointError as error:
             logger.info("The writer lease of %s was not given back: %s", self.root.url, error)
 
+    def check_lease_free(self) -> None:
+        """Checks that no other process writes here; see `WriterLease.check_free`."""
+        self._lease.check_free()
+
     def take_lease(self) -> None:
         """Acquires the writer lease, or checks it, and aborts deletions of an earlier writer.
 

@@ -149,6 +149,18 @@ class WriterLease:
             )
         return CheckpointExistsError(told, checkpoint_id=url)
 
+    def check_free(self) -> None:
+        """Checks that no other process holds the lease that is alive; does not acquire it.
+
+        Raises:
+            CheckpointExistsError: Another process holds it, and is alive.
+            StorageError: The storage failed.
+        """
+        storage = self._root.shared
+        number, holder = self._read_newest(storage)
+        if holder is not None and self._is_live(storage, number, holder):
+            raise self._held_error(number, holder)
+
     def check(self) -> None:
         """Checks that this process still holds the lease.
 

@@ -39,6 +39,7 @@ class Call:
         progress: Progress of the call.
         rank: This rank.
         world_size: Number of ranks of the session.
+        own_values: See `Session`.
         node: Name of this rank's node; empty for a process that is alone.
         plans: Plans of this rank's earlier saves.
         history: What this rank knows of the runs that it saved to.
@@ -58,6 +59,7 @@ class Call:
     ) -> None:
         self.progress = RankProgress()
         self.rank, self.world_size = session.rank, session.world_size
+        self.own_values = session.own_values
         self.node, self.plans, self.history = session.node, session.plans, session.history
         self._named, self._num_steps = key, 0
         self._seq: int | None = None

@@ -22,6 +22,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, SaveJoin
+from ray_dcp.commit_protocol.replica_quorum import PRESENT_S, ReadyToSave, SaveQuorum
 from ray_dcp.coordinator.actor import coordinator_of
 from ray_dcp.coordinator.gatherer import GatheredCalls
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
@@ -429,6 +430,29 @@ class RaySession(Session):
             self._staging.close()
         if self._handle is not None and self.connection.is_up:
             self._handle.leave.remote(self.name, self.rank)
+
+    # A replica of a run; see `ReplicaQuorum`
+
+    def begin_replica(self) -> None:
+        """Registers this process as the replica of `own_values`."""
+        self._ask("begin_replica", *self.own_values, self._sender, timeout_s=MARGIN_S)
+
+    def ready(self, request: ReadyToSave) -> SaveQuorum | None:
+        """Returns with whom this replica saves a step; None if others do, or did, without it."""
+        found: SaveQuorum | None = self._ask(
+            "ready", request, self._sender, timeout_s=PRESENT_S + MARGIN_S
+        )
+        return found
+
+    def replica_steps(self) -> None:
+        """Reports that this replica makes its first step; does not wait."""
+        if self._handle is not None and self.connection.is_up:
+            self._handle.replica_steps.remote(*self.own_values, self._sender)
+
+    def end_replica(self) -> None:
+        """Reports that this replica saves no more; does not wait."""
+        if self._handle is not None and self.connection.is_up:
+            self._handle.end_replica.remote(self.own_values[0], self._sender)
 
     def _call_gatherer(self, request: Request, silence_s: float | None) -> Reply | None:
         return self._gathered.call(request, self._sender, silence_s)

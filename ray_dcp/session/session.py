@@ -167,6 +167,9 @@ class Session(ABC):
         self._next_seq, self.skipped_calls = 0, 0
         self.plans, self.history = PlanMemory(), RunHistory()
         self._options: dict[OpKey, SaveOptions | LoadOptions] = {}
+        self.own_values = rank, world_size
+        """The rank whose `PerRank` values this process loads, and the number of ranks. Others than
+        its own where it loads alone what several save together."""
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"

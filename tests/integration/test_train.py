@@ -25,6 +25,7 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.integrations import save_requests
+from ray_dcp.integrations.ray_train import parse
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.names import NAMESPACE, coordinator_name
@@ -33,8 +34,8 @@ from ray_dcp.train import SaveBeforeResize
 from tests.integration.test_frameworks import example
 from tests.support.processes import eventually
 from tests.support.programs import models as programs
+from tests.support.programs import replica_groups, train_folders, tune_trials
 from tests.support.programs import train as train_programs
-from tests.support.programs import train_folders, tune_trials
 from tests.support.programs.held_writes import hold_writes
 from tests.support.programs.train import (
     made,
@@ -96,7 +97,12 @@ class SavesThenKills(SaveBeforeResize):
 
 
 def fit(
-    train_fn: Any, folder: Path, num_workers: int, validation_config: Any = None, **run: Any
+    train_fn: Any,
+    folder: Path,
+    num_workers: int,
+    validation_config: Any = None,
+    torch_config: Any = None,
+    **run: Any,
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -107,7 +113,7 @@ def fit(
         scaling_config=ScalingConfig(
             num_workers=num_workers, resources_per_worker={"CPU": 0.5}
         ),
-        torch_config=TorchConfig(backend="gloo"),
+        torch_config=torch_config or TorchConfig(backend="gloo"),
         validation_config=validation_config,
         run_config=RunConfig(
             name="run", storage_path=str(folder / "runs"),
@@ -375,6 +381,52 @@ def test_the_folders_that_workers_report_are_merged_into_whole_checkpoints(train
             part.unlink()
         with pytest.raises(error):
             ray_dcp.read_state_dict(half)
+
+
+# Workers that are replicas, which Ray Train replaces one by one
+
+
+def test_replicas_save_together_and_train_on_where_one_dies_in_a_save(train_ray, tmp_path):
+    """The save is lost by name; the next one is made by who is left, later ones by all again."""
+    result = fit(
+        replica_groups.train, tmp_path, 2,
+        torch_config=replica_groups.ReplicaConfig(backend="gloo"),
+    )  # fmt: skip
+    assert result.error is None
+    killed = replica_groups.KILLED_AT
+    began = [(one["rank"], one["began"]) for one in notes(tmp_path, "began")]
+    assert sorted(began[:2], key=lambda one: one[0]) == [(0, None), (1, None)]
+    assert began[2:] == [(replica_groups.KILLED, killed + 1)]
+    steps = {one.step: one for one in ray_dcp.open(tmp_path / "runs" / "run" / "checkpoints")}
+    last = replica_groups.STEPS - 1
+    assert sorted(steps) == [step for step in range(last + 1) if step != killed]
+    sizes = {step: one.view.world_size for step, one in steps.items()}
+    assert sizes == {step: 1 if step == killed + 1 else 2 for step in steps}
+    again = {one["rank"]: (one["w"], one["own"]) for one in notes(tmp_path, "own")}
+    assert again == {rank: ([last + 1.0], 100 * last + rank) for rank in (0, 1)}
+    lost = {one["rank"]: one["lost"] for one in notes(tmp_path, "lost")}
+    assert lost[1] == []
+    assert len(lost[0]) == 1
+    assert f"Step {killed} is not saved" in lost[0][0]
+    assert f"rank {replica_groups.KILLED}" in lost[0][0]
+
+    found = parse(result.checkpoint.path)
+    assert found is not None
+    assert found.step == last
+    state = {"w": torch.zeros(1000), "own": ray_dcp.PerRank(0, resized=lambda own, *_: own)}
+    ray_dcp.load(state, checkpoint_id=result.checkpoint, no_dist=True)
+    assert state["w"].unique().tolist() == [last + 1.0]
+    assert state["own"].value == [100 * last, 100 * last + 1]
+
+
+def test_the_torchft_run_of_the_documentation_replaces_a_worker_and_saves(train_ray, tmp_path):
+    pytest.importorskip("torchft")
+    example("ray_train_replicas.py")["main"](str(tmp_path), 30, 12)
+    run = ray_dcp.open(tmp_path / "replicas" / "checkpoints")
+    steps = [step.step for step in run]
+    assert steps[:2] == [5, 10]
+    assert steps[-1] == 30
+    assert (tmp_path / "killed").exists()
 
 
 # A worker that is killed while its save is on the way from memory to storage

@@ -27,6 +27,7 @@ from ray_dcp.place.outcome import settle
 from ray_dcp.session.session import InlineSession
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.train import Checkpointer, SaveBeforeResize
+from tests.support.adapter import as_rank
 from tests.support.processes import eventually
 
 Make = Callable[..., Checkpointer]
@@ -437,7 +438,17 @@ def test_a_later_group_of_the_run_replaces_an_earlier_one_and_another_run_is_ref
         shared.write("writer-00000003.beat", str(next(beat)).encode())
 
     monkeypatch.setattr(time, "sleep", waits)
-    with pytest.raises(errors.CheckpointExistsError, match="a RunConfig"):
+    for replicas_of in ("", "a worker group"):
+        train.facts = replace(train.facts, replicas_of=replicas_of)
+        with pytest.raises(errors.CheckpointExistsError, match="a RunConfig"):
+            make()
+
+
+def test_replicas_are_refused_what_waits_for_all_workers(make: Make, train: Train):
+    train.facts = replace(train.facts, replicas_of="a worker group")
+    with pytest.raises(errors.InvalidRequestError, match="barrier of all workers"):
+        make(check_preemption_every=2)
+    with as_rank(0, 2), pytest.raises(errors.InvalidRequestError, match="of one worker"):
         make()
 
 
@@ -447,13 +458,10 @@ def test_without_the_callback_ray_train_is_asked_at_the_same_calls_and_once_a_no
     import ray.train
 
     notices = [None, Notice(None), Notice(None), Notice(time.time() * 1000)]
-    decided: list[Any] = []
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: notices.pop(0))
     ckpt = make(interval=100, check_preemption_every=2)
-    monkeypatch.setattr(ray_train, "broadcast", lambda value: decided.append(value) or value)
     due = [ckpt.should_save(step) for step in range(1, 9)]
-    assert due == [False, False, False, True, False, False, False, False]
-    assert decided == [True, False], "the second leaves no time, as rank 0 decides"
+    assert due == [False, False, False, True, False, False, False, False], "the last is too late"
     assert notices == []
 
 
