@@ -30,9 +30,10 @@ def _replace_manager(module: ModuleType) -> None:
     if own is RayDcpCheckpointManager:
         return
     RayDcpCheckpointManager.verls = own
+    class_name: str = own.__name__
     for name, one in [*sys.modules.items()]:
-        if name.startswith("verl.") and getattr(one, own.__name__, None) is own:
-            setattr(one, own.__name__, RayDcpCheckpointManager)
+        if name.startswith("verl.") and getattr(one, class_name, None) is own:
+            setattr(one, class_name, RayDcpCheckpointManager)
 
 
 def _replace_steps(module: ModuleType) -> None:
