@@ -420,7 +420,6 @@ def test_replicas_save_together_and_train_on_where_one_dies_in_a_save(train_ray,
 
 
 def test_the_torchft_run_of_the_documentation_replaces_a_worker_and_saves(train_ray, tmp_path):
-    pytest.importorskip("torchft")
     example("ray_train_replicas.py")["main"](str(tmp_path), 30, 12)
     run = ray_dcp.open(tmp_path / "replicas" / "checkpoints")
     steps = [step.step for step in run]
