@@ -23,6 +23,7 @@ from ray_dcp.coordinator.tasks import perform
 from ray_dcp.io import shared_read
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.rank.unchanged import RunHistory
+from ray_dcp.session.names import NAMESPACE
 from tests.support.world import Shell
 
 LIMIT_S = 300.0
@@ -46,6 +47,7 @@ class RankThread:
     node = ""
     skipped_calls = 0
     stages_itself = True
+    namespace, connection = NAMESPACE, None
 
     def __init__(self, shared, rank, world_size, dies=lambda *_: False):
         self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
@@ -58,7 +60,7 @@ class RankThread:
     def begin_call(self, progress, timeout_s):
         """Nobody listens."""
 
-    end_call = leave = lambda self, *_: None
+    end_call = leave = peers = lambda self, *_: None
 
     def cancel(self, key, reason):
         return False
