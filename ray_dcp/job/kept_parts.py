@@ -25,7 +25,7 @@ from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.manager.settings import Settings
 from ray_dcp.planning.sources import Known
 from ray_dcp.stage.write_queue import step_behind
-from ray_dcp.transform.copying import copy_checkpoint, plan_copy
+from ray_dcp.transform.copying import link_checkpoint, plan_copy
 from ray_dcp.view.damage_marks import mark_damaged
 from ray_dcp.view.verify import verify
 
@@ -71,14 +71,14 @@ class KeptParts:
         """
         root = self._root
         with ReaderLease(root, found.step, lease_s=LEASE_S):
-            before = _attempt_at(root, folders_of(found)[part])
+            source = root.open(folders_of(found)[part])
+            checkpoint = read_checkpoint(source, checks_later=True)
+            before = checkpoint.attempt or ""
             known = self._known.get(before)
             if known is None or not known.may_be_linked(self._now_s()):
                 known = self._read(found, part, before)
-            source = root.open(folders_of(found)[part])
-            plan = plan_copy(source, read_checkpoint(source, checks_later=True))
-            copy_checkpoint(source, plan, root.below(folder), links=True)
-        attempt = _attempt_at(root, folder)
+            plan = plan_copy(source, checkpoint)
+            attempt = link_checkpoint(source, plan, root.below(folder))
         self._put(attempt, known.linked())
         return attempt
 

@@ -26,6 +26,7 @@ from ray_dcp.io.lease_holders import (
     this_process,
 )
 from ray_dcp.manager.catalogue import Root
+from ray_dcp.store.local import volatile
 from ray_dcp.store.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class ReaderLease:
         storage = self._root.shared
         _reading.add(self._holder.nonce)
         try:
-            storage.write(self._key, self._holder.encode())
+            volatile(storage).write(self._key, self._holder.encode())
             reason = f"step {self._step} is read by {self._holder}"
             self.unsure = self._root.fence(reason, self._step)
             if storage.traits.shared:
@@ -111,13 +112,13 @@ class ReaderLease:
         finally:
             # Suppressed: a lease that stays expires with its process.
             with suppress(CheckpointError):
-                self._root.shared.delete([self._key])
+                volatile(self._root.shared).delete([self._key])
 
     def _beat(self, number: int) -> bool:
         # Why: after an interrupt nobody may know this thread, which would write the lease again.
         if self._holder.nonce not in _reading:
             return False
-        self._root.shared.write(self._key, self._holder.encode(number))
+        volatile(self._root.shared).write(self._key, self._holder.encode(number))
         return True
 
 

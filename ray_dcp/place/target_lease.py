@@ -40,7 +40,7 @@ from ray_dcp.place.outcome import settle
 from ray_dcp.place.records import standing_records
 from ray_dcp.place.stock_metadata import republish
 from ray_dcp.place.voting import Opener
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.local import LocalStorage, volatile
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
@@ -275,8 +275,7 @@ def _give_back(storage: Storage, number: int, dead: frozenset[str]) -> None:
     keys = [key for key in leases_at(storage) if _number(key) <= number]
     # Why not durably: a lease that comes back is that of a dead process whose work is done. So
     # nothing follows its deletion, and whoever is killed before it is found out by it.
-    local = isinstance(storage, LocalStorage)
-    (LocalStorage(storage.url, durable=False) if local else storage).delete(keys)
+    volatile(storage).delete(keys)
 
 
 def _stands(storage: Storage, attempt: str) -> bool:

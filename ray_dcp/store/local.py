@@ -54,6 +54,7 @@ from ray_dcp.store.storage import (
     PublishedFile,
     ReadTraits,
     Reused,
+    Storage,
     StorageTraits,
     as_bytes_view,
     check_key,
@@ -731,7 +732,8 @@ class LocalStorage:
             return None
         temp, is_done = temp_beside(path), False
         try:
-            make_directories(os.path.dirname(path), sync=sync)
+            # Why without `sync`: what is made durable in the directory later does not make it so.
+            make_directories(os.path.dirname(path), sync=self._durable)
             # Why first: what is looked at then can neither be removed nor replaced.
             os.link(os.path.join(source.url, source.key), temp, follow_symlinks=False)
             try:
@@ -745,6 +747,29 @@ class LocalStorage:
         except OSError as exc:
             raise os_failure(exc, "link", key, path) from exc
         return "linked" if is_done else None
+
+    def make_durable(self, keys: Iterable[str]) -> None:
+        """Makes files durable that got their names without that.
+
+        An optional method of `Storage`. All at once wait for the disk about as long as one.
+
+        Raises:
+            StorageError: They may not be durable.
+        """
+        folders = set[str]()
+        for key in keys if self._durable else ():
+            path = self._path(key)
+            try:
+                with open(open_regular(path), "rb") as file:
+                    os.fsync(file.fileno())
+            except OSError as exc:
+                raise os_failure(exc, "sync", key, path) from exc
+            folders.add(os.path.dirname(path))
+        for path in folders:
+            try:
+                sync_directory(path)
+            except OSError as exc:
+                raise os_failure(exc, "sync", "", path) from exc
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`. Directories that become empty are removed, too."""
@@ -787,6 +812,18 @@ class LocalStorage:
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""
         return _entries(self._root, prefix, published=True)
+
+
+def volatile(storage: Storage) -> Storage:
+    """Returns a storage of the same files, for what the power failure may take that ends its use.
+
+    Such as leases: their holders end with it. A place that has no directory yet stays durable, as
+    others may write below it.
+    """
+    # Why exactly: a subclass does more.
+    if type(storage) is LocalStorage and os.path.isdir(storage.url):
+        return LocalStorage(storage.url, durable=False)
+    return storage
 
 
 def _entries(root: str, prefix: str, *, published: bool) -> list[Entry]:

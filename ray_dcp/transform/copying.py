@@ -32,8 +32,7 @@ from ray_dcp.format.manifest import FileEntry, FilesColumns, Manifest, encode_re
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
 from ray_dcp.format.step_info import info_key, info_slot
-from ray_dcp.format.table import decode_table, with_places
-from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
+from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.files import everything
 from ray_dcp.place.outcome import settle
@@ -44,6 +43,7 @@ from ray_dcp.place.stock_metadata import publish
 from ray_dcp.place.target_lease import TargetLease, leases_at, writing_to
 from ray_dcp.place.visibility import check_complete, explaining_removal
 from ray_dcp.place.voting import decide
+from ray_dcp.store.local import volatile
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import (
     KeyExistsError,
@@ -128,7 +128,6 @@ def copy_checkpoint(
     opener: Callable[[Target], Storage] = open_storage,
     beside: Callable[[Callable[[], bool]], AbstractContextManager[object]] = nullcontext,
     then: Callable[[], object] = lambda: None,
-    links: bool = False,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
 
@@ -145,8 +144,6 @@ def copy_checkpoint(
         beside: What is done around the copy, under the lease of the target. What it gets returns
             whether the copy may be committed, to decide what a failure takes back.
         then: What is done after it, also if an earlier process had committed it.
-        links: Whether files are linked, or copied by the object store, where it can; they are read
-            and written else.
 
     Raises:
         CheckpointExistsError: Something of a checkpoint is there, or was written meanwhile; or
@@ -169,8 +166,28 @@ def copy_checkpoint(
             with beside(lambda: True):  # ends the leases that are left there
                 pass
         else:
-            _copy(source, plan, target, meter or uncounted(), opener, lease, beside, links)
+            _copy(source, plan, target, meter or uncounted(), opener, lease, beside)
         then()
+
+
+def link_checkpoint(source: Storage, plan: CopyPlan, target: Target) -> str:
+    """Gives a place that only the caller may write a checkpoint; returns its attempt there.
+
+    Files are linked, or copied by the object store, where it can; they are read and written else.
+    Nobody else may know the place: it has no lease, and who ends in the middle leaves its files to
+    the caller's next writer.
+
+    Args:
+        source: Where the checkpoint lies, which ray_dcp wrote.
+        plan: Of `plan_copy`.
+        target: Where it goes; nothing may be there.
+
+    Raises:
+        CheckpointError: As `copy_checkpoint`.
+    """
+    lease = TargetLease(attempt=new_attempt())
+    _copy(source, plan, target, uncounted(), open_storage, lease, nullcontext, links=True)
+    return lease.attempt
 
 
 def _copy(
@@ -181,7 +198,7 @@ def _copy(
     opener: Callable[[Target], Storage],
     lease: TargetLease,
     beside: Callable[[Callable[[], bool]], AbstractContextManager[object]],
-    links: bool,
+    links: bool = False,
 ) -> None:
     storage = opener(target)
     # Why before looking: what is committed after this meets the record of the copy, or its create.
@@ -291,7 +308,7 @@ def _copy_ours(
         copying.files()
     written = [(copying.name_of(key), num_bytes) for key, num_bytes in plan.files]
     check_complete(storage, written, own, standing.last_slot, target.url)
-    record, metadata = _records(copying, manifest, standing, target.url)
+    record, metadata = _records(copying, plan.checkpoint, manifest, standing, target.url)
     for key, _ in plan.beside:
         _copy_beside(copying, key, own, standing.last_slot)
     slot = _commit(copying, target, Vote(
@@ -306,7 +323,11 @@ def _copy_ours(
 
 
 def _records(
-    copying: _Copying, manifest: Manifest, standing: RecordsRead, url: str
+    copying: _Copying,
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    standing: RecordsRead,
+    url: str,
 ) -> tuple[Manifest, bytes | None]:
     """Returns the manifest of the copy, and its `.metadata`."""
     record = replace(
@@ -317,7 +338,8 @@ def _records(
     if manifest.metadata is None:
         return record, None
     with collector_paused():
-        table = with_places(decode_table(verified_table(copying.source, manifest)), record)
+        table = checkpoint.table
+        table = replace(table, files=tuple(map(copying.name_of, table.files)))
         metadata = encode_metadata(table, checkpoint_id=url, attempt=record.attempt)
     entry = FileEntry(METADATA_KEY, len(metadata), digest_bytes(metadata).hex())
     return replace(record, metadata=entry), metadata
@@ -389,7 +411,7 @@ def _copy_beside(copying: _Copying, key: str, own: str, last_slot: int) -> None:
             data = encode_trace(replace(decode_trace(data, key=key), attempt=own))
         else:
             data = data.replace(before.encode(), own.encode(), 1)
-        copying.create(copying.name_of(key), data)
+        copying.create(copying.name_of(key), data, durable=key != trace_key(before))
 
 
 def _commit(
@@ -465,6 +487,9 @@ class _Copying:
         the bytes."""
         self._plan, self._meter = plan, meter
         self._lengths = dict((*plan.files, *plan.last))
+        self._make_durable = getattr(target, "make_durable", None) if links else None
+        """What makes files durable together that were linked without that, if the target has it."""
+        self._linked: list[str] = []
         self._active = 0
         self._quiet = threading.Condition()
 
@@ -477,15 +502,18 @@ class _Copying:
         """Copies data files and chunk table."""
         files = self._plan.files
         run_tasks(files, self._file, min(_NUM_THREADS, len(files)), self._stop)
+        if self._make_durable is not None and self._linked:
+            self._make_durable(self._linked)
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Creates a small file.
 
         Raises:
             CheckpointExistsError: It is there.
         """
+        target = self.target if durable else volatile(self.target)
         try:
-            self.target.write(key, data, create=self.target.traits.create_if_absent)
+            target.write(key, data, create=self.target.traits.create_if_absent)
         except KeyExistsError as error:
             raise _key_taken_error(self.target, key) from error
         except BaseException:
@@ -517,16 +545,21 @@ class _Copying:
             return False
         for attempt in self.lease.again:
             name = key.replace(before, attempt)
-            if self._is_same(key, name) and self._reuse(self.target, name, key):
+            if self._is_same(key, name) and self._reuse(self.target, name, key, sync=True):
                 return True
-        return self._links and self._reuse(self.source, key, key)
+        if not self._links or not self._reuse(
+            self.source, key, key, sync=self._make_durable is None
+        ):
+            return False
+        self._linked.append(self.name_of(key))
+        return True
 
-    def _reuse(self, storage: Storage, name: str, key: str) -> bool:
+    def _reuse(self, storage: Storage, name: str, key: str, *, sync: bool) -> bool:
         """Gives a file of the copy the bytes of an equal one, if the storage can without moving."""
         num_bytes = self._lengths[key]
         published = PublishedFile(storage.url, name, num_bytes, digest="")
         end = self.source.read(key, max(0, num_bytes - _END_BYTES), _END_BYTES)
-        return reuse_file(self.target, self.name_of(key), published, end, sync=True) is not None
+        return reuse_file(self.target, self.name_of(key), published, end, sync=sync) is not None
 
     def _is_same(self, key: str, name: str) -> bool:
         """Returns whether a file is equal, unless this copy has to stop."""

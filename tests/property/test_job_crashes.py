@@ -250,3 +250,39 @@ def test_a_coordinator_that_was_replaced_while_it_committed_changes_no_history(o
             at += max(1, SPARSE // 6)
     assert seen["committed"] >= 1
     assert seen[CheckpointExistsError.__name__] >= 1
+
+
+def test_a_kept_part_is_durable_before_its_record(one_step, tmp_path, monkeypatch):
+    root = copy_of(one_step, tmp_path, "durable")
+    calls: list[tuple[str, Any]] = []
+    fsync, link = os.fsync, os.link
+
+    def fsync_told(fd: int) -> None:
+        calls.append(("fsync", os.fstat(fd).st_ino))
+        fsync(fd)
+
+    def link_told(source: str, path: str, **how: Any) -> None:
+        link(source, path, **how)
+        calls.append((os.path.basename(path), os.stat(path).st_ino))
+
+    with in_this_thread():
+        writer = new_writer(root)
+        writer.take_lease()
+        place = writer.begin(2)
+        found, _ = part_source(writer, "policy", 2)
+        folder = f"{place.name}/{place.folder_of('policy')}"
+        monkeypatch.setattr(os, "fsync", fsync_told)
+        monkeypatch.setattr(os, "link", link_told)
+        KeptParts(writer.root, JOB).link(found, "policy", folder)
+        monkeypatch.undo()
+        writer.close()
+    (record,) = [at for at, (name, _) in enumerate(calls) if name == "manifest-00000001.json"]
+    before = calls[:record]
+    files = [*(root / folder).glob("*.distcp"), *(root / folder).glob("*.table")]
+    for file in files:
+        named = max(at for at, (name, _) in enumerate(before) if name == file.name)
+        assert ("fsync", file.stat().st_ino) in before
+        assert ("fsync", (root / folder).stat().st_ino) in before[named:]
+    assert ("fsync", (root / place.name).stat().st_ino) in before
+    # The disk is waited for once a file, and not for leases or what only `timeline` reads.
+    assert sum(name == "fsync" for name, _ in calls) == len(files) + 6
