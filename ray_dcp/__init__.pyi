@@ -48,6 +48,7 @@ from ray_dcp.fsspec_filesystem import FsspecWriter as FsspecWriter
 from ray_dcp.job.checkpoints import JobCheckpoints as JobCheckpoints
 from ray_dcp.job.committed import CommittedStep as CommittedStep
 from ray_dcp.job.part import Part as Part
+from ray_dcp.job.part_value import PartValue as PartValue
 from ray_dcp.job.step import JobStep as JobStep
 from ray_dcp.job.step import JobStepReport as JobStepReport
 from ray_dcp.loading import load as load

@@ -21,6 +21,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.job.coordinator import Opened, PartStatus, Status
 from ray_dcp.job.part import TELL_S, Part, check_no_part, tell_coordinator
+from ray_dcp.job.part_value import PartValue
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import check_wait, plain_integer
 from ray_dcp.place.outcome import settle
@@ -116,7 +117,8 @@ class JobStep:
 
         Args:
             name: Name of the part.
-            value: The value, or the reference of one, such as that of an actor's answer.
+            value: The value, or the reference of one, such as that of an actor's answer. An actor
+                that returns `PartValue(value)` spares Ray the pickling of its tensors.
             version: See `part`.
 
         Raises:
@@ -129,10 +131,11 @@ class JobStep:
             f"a value or a reference of one as the part {name!r}",
             "keep(name) takes the part of the last committed step",
         )
-        ref = value if ray_calls.is_ref(value) else ray_calls.put(value, 0)
+        if not ray_calls.is_ref(value):
+            value = ray_calls.put(value if isinstance(value, PartValue) else PartValue(value), 0)
         line, attempt = self._line, self._opened.attempt
         line.call(
-            lambda actor: actor.put.remote(line.nonce, attempt, name, [ref], version),
+            lambda actor: actor.put.remote(line.nonce, attempt, name, [value], version),
             step=self.step,
         )
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, ParticipantError
+from ray_dcp.job.part_value import PartValue
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.saving import run_save
@@ -100,7 +101,8 @@ def _given(name: str, step: int, refs: Sequence[Any]) -> Any:
         ParticipantError: The task that makes the value failed, or the value is lost.
     """
     try:
-        return ray_calls.get(refs[0])
+        found = ray_calls.get(refs[0])
+        return found.value if isinstance(found, PartValue) else found
     except RayTaskError as error:
         cause = f"{type(error.cause).__name__}: {error.cause}"
         raise _not_given(name, step, f"the task that makes it raised {cause}") from None

@@ -50,6 +50,7 @@ HOMES = {
             "coordinator.metrics",
             "integrations",
             "job.coordinator",
+            "job.part_value",
             "job.value",
             "session.ray_calls",
             "session.ray_session",
