@@ -828,18 +828,16 @@ class _NativeSave(_Save):
                         captured.deferred(row)
             progress.release(progress.enter(STAGE))
 
+        def report_part() -> None:
+            # Why before the handle: who is told that it is staged may end this process.
+            if self._part is not None:
+                self._part.staged(go.attempt, outlives=backend.kind == "object_store")
+
         def stage() -> Callable[[], Metadata]:
             progress.enter(STAGE)
-            error, rest = backend.stage(save, go, captured)
+            error, rest = backend.stage(save, go, captured, report_part)
             progress.count(backend.num_bytes)
             progress.release(progress.enter(STAGED))
-            if error is None and self._part is not None:
-                # Why before the handle: who is told that it is staged may end this process.
-                try:
-                    self._part.staged(go.attempt, outlives=backend.kind == "object_store")
-                except BaseException:
-                    backend.release(committed=False)
-                    raise
             handle._is_staged(error)
             return partial(finish, rest)
 

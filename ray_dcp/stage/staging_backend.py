@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,15 +100,32 @@ class InProcessBackend:
         self._rank_progress: RankProgress | None = None
 
     def stage(
-        self, save: RankSave, go: SaveGo, captured: Captured
+        self,
+        save: RankSave,
+        go: SaveGo,
+        captured: Captured,
+        report: Callable[[], None] = lambda: None,
     ) -> tuple[CheckpointError | None, Finish]:
         """Copies what this rank writes; when it returns, the state may change.
+
+        Args:
+            save: The save of this rank.
+            go: Its assignment.
+            captured: The state.
+            report: Called once it is copied. What it raises fails the save on all ranks, as if it
+                could not be copied.
 
         Returns:
             Why it failed, and what this rank still has to do until the save has ended: that reports
             an error to the other ranks, which fail as well.
         """
-        pieces, error = result_or_error(partial(self._copy, go, captured), "staging", save.rank)
+
+        def copy() -> Callable[[int], StagedPieces]:
+            copied = self._copy(go, captured)
+            report()
+            return copied
+
+        pieces, error = result_or_error(copy, "staging", save.rank)
         self._rank_progress = save.progress
         save = replace(save, opener=self._opener)
 
@@ -186,32 +202,42 @@ class StagerBackend:
         self._last: tuple[int, int] = (0, 0)
 
     def stage(
-        self, save: RankSave, go: SaveGo, captured: Captured
+        self,
+        save: RankSave,
+        go: SaveGo,
+        captured: Captured,
+        report: Callable[[], None] = lambda: None,
     ) -> tuple[CheckpointError | None, Finish]:
         """See `InProcessBackend.stage`."""
         staged: Staged | None = None
         error: CheckpointError | None = None
         no_room: list[NoRoomError] = []
-        if go.plan.files:
 
-            def hand_over() -> Staged | None:
-                try:
-                    return self._transfer(save, go, captured)
-                except NoRoomError as found:
-                    no_room.append(found)
-                    return None
+        def hand_over() -> Staged | None:
+            try:
+                held = self._transfer(save, go, captured) if go.plan.files else None
+            except NoRoomError as found:
+                no_room.append(found)
+                return None
+            report()
+            return held
 
-            staged, error = result_or_error(hand_over, "staging", save.rank)
+        staged, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         save = replace(save, key=save.progress.key or save.key)
         if no_room:
-            return self._stage_here(save, go, captured, no_room[0])
+            return self._stage_here(save, go, captured, report, no_room[0])
         stager = "" if staged is None else staged.stager
         ack = SaveStaged(save.key, save.rank, go.attempt, go.epoch, error, stager)
         return error, save.outcome(go, ack, self._find_receipts)
 
     def _stage_here(
-        self, save: RankSave, go: SaveGo, captured: Captured, why: NoRoomError
+        self,
+        save: RankSave,
+        go: SaveGo,
+        captured: Captured,
+        report: Callable[[], None],
+        why: NoRoomError,
     ) -> tuple[CheckpointError | None, Finish]:
         """Stages in this process: the other ranks see a rank that writes itself."""
         logger.warning(
@@ -224,7 +250,7 @@ class StagerBackend:
         )
         self._here = here = InProcessBackend()
         self.kind = here.kind
-        error, finish = here.stage(save, go, captured)
+        error, finish = here.stage(save, go, captured, report)
         self.num_bytes = here.num_bytes
         return error, finish
 
