@@ -64,6 +64,8 @@ class Staged:
     """Attempt of the part's own commit."""
     outlives: bool
     """Whether the part's commit goes on if the rank dies now."""
+    is_durable: bool = False
+    """Whether the rank knows that the part is committed, so that its record is there."""
 
 
 @dataclass(frozen=True)
@@ -375,9 +377,10 @@ class JobStepMachine(Generic[Process]):
         )
 
     def _advance(self) -> tuple[Command, ...]:
-        if self.phase == "opened" and not self.missing(_is_staged):
+        # Why not `missing`: with each event of many parts, the first that is missing is enough.
+        if self.phase == "opened" and all(map(_is_staged, self.parts.values())):
             self.phase = "staged"
-        all_durable = not self.missing(lambda one: one.is_durable)
+        all_durable = all(one.is_durable for one in self.parts.values())
         if self.phase != "staged" or not all_durable or not self._is_left:
             return ()
         versions = {name: one.version for name, one in self.parts.items()}

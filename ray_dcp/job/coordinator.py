@@ -86,8 +86,11 @@ UNUSED_S = 60.0
 MOST_CALLS = 10_000
 """Most calls that wait at once."""
 
-_FOLLOW_S = (0.02, 1.0)
-"""The first and the longest pause between two looks at a part's records, in seconds."""
+_FOLLOW_S = (0.25, 1.0)
+"""The first and the longest pause before a look at a part's records, in seconds. *Why* so long: who
+saves a part says when to look, unless it was killed."""
+_PUT_S = (0.02, 0.25)
+"""The same for a value that is still being made."""
 
 _MOST_THREADS = 64
 """Most calls of a storage at once."""
@@ -369,6 +372,8 @@ class JobCoordinator:
             CheckpointError: See `JobStepMachine.receive`.
         """
         self._receive(self._step_of(attempt), event)
+        if isinstance(event, Staged) and event.is_durable:
+            await self.look(attempt, event.part)
 
     async def look(self, attempt: str, part: str) -> None:
         """Accepts that a part's records say how its save ended."""
@@ -467,12 +472,12 @@ class JobCoordinator:
         self, running: _Running, part: str, refs: Sequence[Any], job: JobSettings
     ) -> None:
         machine, place = running.machine, running.place
-        pause_s = _FOLLOW_S[0]
+        pause_s = _PUT_S[0]
         while not ray_calls.wait(refs, num_returns=1, timeout=0)[0]:
             if machine.phase in ENDED:
                 return
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.25)
+            pause_s = min(2 * pause_s, _PUT_S[1])
         attempt = new_attempt()
         async with self._values.holding(refs[0], attempt) as actor:
             if await actor.hold.remote(part, place.step, attempt, [*refs]):
@@ -489,6 +494,7 @@ class JobCoordinator:
             return
         attempt = await asyncio.to_thread(kept.link, found, part, running.folder_of(part))
         self._receive(running, Staged(part, 0, 1, attempt, outlives=True))
+        await self.look(running.place.attempt, part)
 
     def _save(self, running: _Running, part: str, work: Any) -> None:
         task = self._start(self._contained(running, part, work))
@@ -566,6 +572,11 @@ class JobCoordinator:
             return None
         target, pause_s = writer.root.below(running.folder_of(part)), _FOLLOW_S[0]
         while running.machine.phase not in ENDED:
+            look = running.looks[part]
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(look.wait(), pause_s)
+            look.clear()
+            pause_s = min(1.5 * pause_s, _FOLLOW_S[1])
             try:
                 found = await asyncio.to_thread(outcome, target, attempt)
             except Exception as error:  # noqa: BLE001 - the deadline of the step bounds it
@@ -579,11 +590,6 @@ class JobCoordinator:
                 why = await asyncio.to_thread(reason_of, target, attempt)
                 aborted = CheckpointError(f"its save was aborted: {why}", step=running.place.step)
                 return self._receive(running, Failed(part, aborted))
-            look = running.looks[part]
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(look.wait(), pause_s)
-            look.clear()
-            pause_s = min(1.5 * pause_s, _FOLLOW_S[1])
         return None
 
     async def _commit(self, running: _Running) -> None:

@@ -215,7 +215,7 @@ class PartSave:
                 f"the save of the part {self._part.name!r} has no attempt. Please report this",
                 step=self._part.step,
             )
-        told = Staged(self._part.name, self._rank, self._world_size, attempt, outlives)
+        told = Staged(self._part.name, self._rank, self._world_size, attempt, outlives, is_durable)
         self._tell(told)
         self._is_staged, self._is_durable = outlives, is_durable
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import async_saves, elastic, hub, load, plan, single, storage, train, unchanged
+from tests.bench import (
+    async_saves,
+    elastic,
+    hub,
+    job,
+    load,
+    plan,
+    single,
+    storage,
+    train,
+    unchanged,
+)  # fmt: skip
 
 
 def main() -> int:
@@ -13,7 +24,7 @@ def main() -> int:
     choices = parser.add_subparsers(dest="what", required=True)
     for what, module in (
         ("async", async_saves), ("day", async_saves), ("small", single), ("big", single),
-        ("elastic", elastic), ("hub", hub), ("load", load), ("plan", plan),
+        ("elastic", elastic), ("hub", hub), ("job", job), ("load", load), ("plan", plan),
         ("storage", storage), ("train", train), ("unchanged", unchanged),
     ):  # fmt: skip
         told = (module.__doc__ or "").replace("%", "%%")
@@ -23,8 +34,9 @@ def main() -> int:
         choice.add_argument("--ranks", type=int, default=8, help="largest number of ranks of load")
         if what in ("async", "day"):
             async_saves.add_arguments(choice)
-        elif what in ("storage", "train"):
-            choice.add_argument("--megabytes", type=int, default=512, help="length of the state")
+        elif what in ("job", "storage", "train"):
+            default = 1000 if what == "job" else 512
+            choice.add_argument("--megabytes", type=int, default=default, help="of the state")
     choices.choices["plan"].add_argument("--tensors", type=int, default=1000, help="of each rank")
     choices.choices["plan"].add_argument("--largest", type=int, default=10240, help="most ranks")
     choices.choices["unchanged"].add_argument("--ray", action="store_true", help="stage by Ray")
@@ -37,6 +49,8 @@ def main() -> int:
             return getattr(single, given.what)(given.rounds, given.dir) or 0
         case "elastic":
             return elastic.elastic(given.dir)
+        case "job":
+            return job.job(given.rounds, given.dir, given.megabytes)
         case "load":
             return load.load(given.dir, given.ranks)
         case "plan":
