@@ -53,6 +53,7 @@ class RankThread:
         self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
         self._keys = (OpKey("threads", seq) for seq in count())
         self.plans, self.history = PlanMemory(), RunHistory()
+        self.own_values = rank, world_size
 
     def next_key(self):
         return next(self._keys)
