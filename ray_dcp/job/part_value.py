@@ -55,7 +55,10 @@ def _restored(data: bytes, buffers: Sequence[Any]) -> PartValue:
     return PartValue(pickle.loads(data, buffers=buffers))
 
 
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+_CloudPickler: Any = cloudpickle.CloudPickler
+
+
+class _Pickler(_CloudPickler):  # type: ignore[misc]
     """Pickles plain tensors as their bytes, beside the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -63,7 +66,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
             return super().reducer_override(obj)
         plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
         array = plain.view(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(array), plain.dtype, tuple(plain.shape))
+        return _tensor, (pickle.PickleBuffer(array.data), plain.dtype, tuple(plain.shape))
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
