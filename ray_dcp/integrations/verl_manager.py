@@ -40,6 +40,7 @@ from ray_dcp.store.opening import open_storage, target_of
 from ray_dcp.torch_adapter.state import PerRank
 from ray_dcp.transform.conversion import read_state_dict
 from ray_dcp.transform.exporting import export
+from ray_dcp.view.checkpoint_view import read_view
 
 logger = logging.getLogger(__name__)
 
@@ -467,9 +468,9 @@ def _files_in(checkpoint_id: AnyPlace) -> Mapping[str, bytes]:
         UnsafeCheckpointError: The name of a file leaves its folder.
         DamagedCheckpointError: A file has no bytes.
     """
-    files: Mapping[str, Any] = read_state_dict(checkpoint_id, include=(f"{FILES}.*",)).get(
-        FILES, {}
-    )
+    if not any(name.startswith(f"{FILES}.") for name in read_view(checkpoint_id).names):
+        return {}
+    files: Mapping[str, Any] = read_state_dict(checkpoint_id, include=(f"{FILES}.*",))[FILES]
     for name, content in files.items():
         check_file_key(name)
         if not isinstance(content, bytes):

@@ -116,6 +116,7 @@ def test_what_the_config_leaves_out_is_neither_saved_nor_loaded(tmp_path: Path):
     assert str(after["moments"]) == str(before["moments"])
     assert after["at"] == before["at"]
     found.save_checkpoint(f"{tmp_path}/model")
+    export_pretrained(f"{tmp_path}/model", tmp_path / "hub")  # it has neither config nor tokenizer
     assert all(
         name.startswith("model.") for name in ray_dcp.open_checkpoint(f"{tmp_path}/model").names
     )
