@@ -16,6 +16,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def train(config: dict[str, Any]) -> None:
     replica = runpy.run_path(config["example"])["Replica"](rank)
     state = {"model": replica.model, "optimizer": replica.inner, "torchft": replica.manager}
     num_whole = num_last = kills = 0
+    die: Callable[[], object] = dict
     with ray_dcp.train.checkpointer(save_interval=EVERY) as ckpt:
         restored = ckpt.restore(state)
         note(folder, rank, began=restored)
@@ -68,9 +70,10 @@ def train(config: dict[str, Any]) -> None:
                 num_whole = 0  # The next one is killed once both have saved together again.
             if num_whole > 1 and kills < config["kills"] and rank == kills % 2:
                 phase = [*PHASES][kills // 2 % len(PHASES)]
-                die_at(phase, Path(folder, f"kill-{kills}"), rank, step)
+                die = die_at(phase, Path(folder, f"kill-{kills}"), rank, step)
             note(folder, rank, step=step, digest=digest_of(state))
             ckpt.save(step, state, metrics={"step": step})
+            die()  # A phase may not come: this rank has no bytes, or nothing is reported.
             group = ckpt._group
             assert isinstance(group, Replicas)
             quorum = () if group.quorum is None else group.quorum.ranks
@@ -85,8 +88,8 @@ def digest_of(state: dict[str, Any]) -> float:
         return float(sum(one.double().sum() for one in state["model"].parameters()))
 
 
-def die_at(phase: str, mark: Path, rank: int, step: int) -> None:
-    """Has this process killed in a phase of the save that follows, or in the next one with it."""
+def die_at(phase: str, mark: Path, rank: int, step: int) -> Callable[[], object]:
+    """Has this process killed in a phase of the save that follows; returns what kills it."""
     holder, name, after = PHASES[phase]
     original = getattr(holder, name)
 
@@ -102,6 +105,7 @@ def die_at(phase: str, mark: Path, rank: int, step: int) -> None:
         return found
 
     setattr(holder, name, trapped)
+    return die
 
 
 def judge(folder: Path, result: Any) -> Counter[str]:
