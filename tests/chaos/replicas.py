@@ -111,7 +111,8 @@ def die_at(phase: str, mark: Path, rank: int, step: int) -> Callable[[], object]
 def judge(folder: Path, result: Any) -> Counter[str]:
     """Counts what came of the run."""
     found: Counter[str] = Counter(runs_ended=int(result.error is not None))
-    steps = {one.step: one for one in ray_dcp.open(folder / "runs" / "run" / "checkpoints")}
+    run = ray_dcp.open(folder / "runs" / "run" / "checkpoints")
+    steps = {one.step: one for one in run if one.state == "committed"}
     digests: dict[int, set[float]] = {}
     for one in notes(folder, "digest"):
         digests.setdefault(one["step"], set()).add(one["digest"])
