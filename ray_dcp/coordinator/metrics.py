@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -49,7 +49,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
     Target,
 )
-from ray_dcp.core.processes import begin, wait_any
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import LimitError
 from ray_dcp.events import Event
 from ray_dcp.format.save_trace import (
@@ -382,7 +382,7 @@ class Tracing:
                 writing = self._start_writer(save, command.task.target)
             result = performer(command.task)
             if writing is not None:
-                wait_any([writing], WAIT_S)
+                writing.join(WAIT_S)
             return result
         start_s = self._clock()
         result = performer(command.task)
@@ -400,7 +400,7 @@ class Tracing:
             self._saves.pop(key, None)
             logger.debug("The record of save %d is dropped", key.seq, exc_info=True)
 
-    def _start_writer(self, save: SaveRecorder, target: Target) -> Future[None]:
+    def _start_writer(self, save: SaveRecorder, target: Target) -> threading.Thread:
         committed_s = self._clock()
 
         def run() -> None:
@@ -409,7 +409,7 @@ class Tracing:
             except Exception as error:  # noqa: BLE001 - no save fails because of its trace
                 logger.debug("The trace of a save to %s was not written: %s", target.url, error)
 
-        return begin(run, "ray_dcp trace")
+        return start_thread(run, "trace")
 
     def _write(self, save: SaveRecorder, target: Target, committed_s: float) -> None:
         trace = save.trace(committed_s)

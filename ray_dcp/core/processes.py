@@ -11,7 +11,7 @@ use in a child.
 
 Tasks run on several threads; the first error stops all of them and is raised. `run_within` runs a
 function under a deadline: a thread that hangs in the kernel can't be ended, but the caller need not
-wait for it. A thread that has done its work stays for a second, for whatever is begun next.
+wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -236,13 +235,14 @@ def run_tasks(
         except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
             stop.because(exc)
 
-    helpers: list[Future[None]] = []
+    threads: list[threading.Thread] = []
     # Suppressed: there are no more threads, and fewer do it as well.
     with suppress(LimitError):
         for _ in range(num_threads - 1):
-            helpers.append(begin(drain, HELPER))
+            threads.append(start_thread(drain, HELPER))
     drain()
-    wait_all(helpers)
+    for thread in threads:
+        thread.join()
     if stop.error is not None:
         raise stop.error
 
@@ -266,83 +266,12 @@ def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-IDLE_S = 1.0
-"""How long a thread waits for more work, in seconds: longer than the pauses between the phases of a
-save, and short enough that a process which saves once an hour keeps no thread for it."""
-
-IDLE = "ray_dcp idle"
-"""Name of the threads that wait for work."""
-
-
-class _Worker:
-    """A thread that does one piece of work after another, and ends `IDLE_S` after the last.
-
-    *Invariant*: whoever takes a worker out of `_idle` gives it work, and nobody else does. So work
-    never waits behind work that hangs, as it would in a pool of threads.
-    """
-
-    def __init__(self) -> None:
-        self._given: SimpleQueue[tuple[Callable[[_Worker], None], str]] = SimpleQueue()
-        self._is_free = False
-
-    def give(self, work: Callable[[_Worker], None], name: str) -> None:
-        """Passes work to the thread."""
-        self._given.put((work, name))
-
-    def run(self) -> None:
-        """Does what is given, in its thread."""
-        thread = threading.current_thread()
-        while True:
-            try:
-                work, thread.name = self._given.get(timeout=IDLE_S)
-            except Empty:
-                try:
-                    _idle.remove(self)
-                except ValueError:  # somebody has just taken it, and gives it work
-                    work, thread.name = self._given.get()
-                else:
-                    return
-            work(self)
-            # Why: it holds what its caller does.
-            del work
-            if not self._is_free:
-                return
-
-    def end_work(self) -> None:
-        """Records that the thread can do something else as soon as it returns to `run`."""
-        self._is_free = self._is_ordinary
-        if self._is_free:
-            threading.current_thread().name = IDLE
-            _idle.append(self)
-
-    @property
-    def _is_ordinary(self) -> bool:
-        """Whether the thread runs at the priority of this process.
-
-        *Why*: work may lower it for its thread, which may not raise it again; and a thread begins
-        with the priority of the one that starts it.
-        """
-        mine, main = threading.get_native_id(), os.getpid()
-        # Suppressed: where a thread has no priority of its own, none was lowered.
-        with suppress(OSError, AttributeError):
-            return os.getpriority(os.PRIO_PROCESS, mine) == os.getpriority(os.PRIO_PROCESS, main)
-        return True
-
-
-_idle: deque[_Worker] = deque()
-"""Those that wait. Its methods are atomic; a lock could stay held after a Ctrl-C."""
-os.register_at_fork(after_in_child=_idle.clear)
-
-
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Begins a function that may hang, in a daemon thread that does nothing else meanwhile.
+    """Starts a function that may hang in a daemon thread of its own, and returns its future.
 
     Args:
         work: Function to call in the thread.
-        name: Name of the thread as long as it does that.
-
-    Returns:
-        Its future, whose callbacks must not wait.
+        name: Name of the thread.
 
     Raises:
         LimitError: The thread can't be started.
@@ -354,30 +283,18 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
     ended = Future[T]()
     handed = [ended]
 
-    def run(worker: _Worker) -> None:
+    def run() -> None:
         future = handed.pop()
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            worker.end_work()
             future.set_exception(error)
-        else:
-            # Why before: whoever waits may begin the next work at once.
-            worker.end_work()
-            future.set_result(result)
         finally:
             # Why: an error has this frame in its traceback. Its future, which has the error, would
             # keep both, and the locals of all callers, until a collector comes.
             del future
 
-    try:
-        worker = _idle.pop()
-    except IndexError:
-        worker = _Worker()
-        worker.give(run, name)
-        start_thread(worker.run, name)
-    else:
-        worker.give(run, name)
+    start_thread(run, name)
     return ended
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest import mock
 
 from ray_dcp.commit_protocol.messages import Target
@@ -100,13 +100,13 @@ def in_this_thread() -> Iterator[None]:
     def refuse(*_: object) -> NoReturn:
         raise LimitError("no thread for this test")
 
-    def refuse_helpers(work: Callable[[], object], name: str) -> Future[Any]:
-        return refuse() if name == processes.HELPER else begin(work, name)
+    def refuse_helpers(work: Callable[[], object], name: str) -> threading.Thread:
+        return refuse() if name == processes.HELPER else start_thread(work, name)
 
-    begin = processes.begin
+    start_thread = processes.start_thread
     with (
         mock.patch.object(background, "start_thread", refuse),
-        mock.patch.object(processes, "begin", refuse_helpers),
+        mock.patch.object(processes, "start_thread", refuse_helpers),
         mock.patch.object(reader_leases, "renewed", return_value=lambda: None),
         mock.patch.object(writer_lease, "renewed", return_value=lambda: None),
     ):

@@ -363,20 +363,6 @@ def test_a_child_that_leaves_what_its_parent_reads_does_not_end_the_lease(progra
     assert run(programs, READING, tmp_path).split() == ["[0]", "1", "0"]
 
 
-WORKING = """
-from ray_dcp.core.processes import begin
-
-begin(lambda: 1, "work").result()
-def works():
-    assert begin(lambda: 2, "work").result(60) == 2
-print(ended(child(works)))
-"""
-
-
-def test_a_child_does_not_begin_work_in_a_thread_of_its_parent(programs):
-    assert run(programs, WORKING, "") == "[0]"
-
-
 # --- pauses of the collector ----------------------------------------------------------------------
 
 

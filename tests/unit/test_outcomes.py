@@ -640,14 +640,11 @@ def writers():
 
     Threads that another test of this process abandoned are none of them.
     """
-
-    def working():
-        return {each for each in threading.enumerate() if each.name == "ray_dcp in time"}
-
-    others = working()
+    others = set(threading.enumerate())
 
     def ours():
-        return working() - others
+        new = set(threading.enumerate()) - others
+        return [each for each in new if each.name == "ray_dcp in time"]
 
     return ours
 
