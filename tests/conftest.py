@@ -69,7 +69,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
-    "test_train", "test_socket_ranks", "test_matrix", "test_async_bad_input", "test_heartbeats",
+    "test_train", "test_job_steps", "test_accelerate", "test_verl",
+    "test_socket_ranks", "test_matrix", "test_async_bad_input", "test_heartbeats",
     "test_cluster_configs", "test_two_jobs", "test_torchrun", "test_async_saves",
     "test_s3_refusals", "test_frameworks", "test_reshard", "test_s3_storage",
     "test_runtime_stager", "test_memory_tier_nodes", "test_runtime_coordinator",

@@ -84,8 +84,9 @@ class ReplicaQuorum:
         >>> quorum = ReplicaQuorum(2, iter("abc").__next__)
         >>> quorum.ready(ReadyToSave(1, 2, "p", 10), now_s=0.0)
         []
-        >>> quorum.look(now_s=NEW_S)
-        [(1, SaveQuorum(session='a', ranks=(1,), missing=((0, 'has not begun'),)))]
+        >>> quorum.look(now_s=NEW_S)  # doctest: +NORMALIZE_WHITESPACE
+        [(1, SaveQuorum(session='a', ranks=(1,),
+                        missing=((0, 'was not ready for step 10 within 2 s'),)))]
     """
 
     def __init__(self, world_size: int, new_session: Callable[[], str]) -> None:
