@@ -26,10 +26,8 @@ from ray_dcp.asynchronous import async_save
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
     InvalidRequestError,
 )
-from ray_dcp.format.names import check_file_key
 from ray_dcp.job.part import Part
 from ray_dcp.loading import load
 from ray_dcp.options import LoadOptions, SaveOptions
@@ -40,6 +38,7 @@ from ray_dcp.store.opening import open_storage, target_of
 from ray_dcp.torch_adapter.state import PerRank
 from ray_dcp.transform.conversion import read_state_dict
 from ray_dcp.transform.exporting import export
+from ray_dcp.transform.hf_assets import check_files, write_files
 from ray_dcp.view.checkpoint_view import read_view
 
 logger = logging.getLogger(__name__)
@@ -340,10 +339,7 @@ def export_pretrained(
     """
     files = _files_in(checkpoint_id)
     export(checkpoint_id, path, "hf", include=("model.*",), strip_prefix="model.", dtype=dtype)
-    for name, content in files.items():
-        file = Path(path) / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+    write_files(Path(path), files)
 
 
 def write_model(checkpoint_id: AnyPlace, target: str) -> None:
@@ -471,13 +467,7 @@ def _files_in(checkpoint_id: AnyPlace) -> Mapping[str, bytes]:
     if not any(name.startswith(f"{FILES}.") for name in read_view(checkpoint_id).names):
         return {}
     files: Mapping[str, Any] = read_state_dict(checkpoint_id, include=(f"{FILES}.*",))[FILES]
-    for name, content in files.items():
-        check_file_key(name)
-        if not isinstance(content, bytes):
-            raise DamagedCheckpointError(
-                f"expected bytes as the file {name!r} of a model, found a "
-                f"{type(content).__name__}; give a checkpoint that verl saved by this plug-in"
-            )
+    check_files(files)
     return files
 
 

@@ -8,11 +8,12 @@ them, they are read again in the background. What is found damaged is marked, an
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import Manifest
@@ -26,10 +27,8 @@ from ray_dcp.manager.settings import Settings
 from ray_dcp.planning.sources import Known
 from ray_dcp.stage.write_queue import step_behind
 from ray_dcp.transform.copying import link_checkpoint, plan_copy
-from ray_dcp.view.damage_marks import mark_damaged
+from ray_dcp.view.damage_marks import mark_found
 from ray_dcp.view.verify import verify
-
-logger = logging.getLogger(__name__)
 
 _MOST_KNOWN = 1024
 """Most parts that are remembered."""
@@ -109,51 +108,43 @@ class KeptParts:
         """
         since_s, target = self._now_s(), self._root.below(folders_of(found)[part])
         report = verify(target)
-        if report.problems:
-            with self._lock:
-                self._known.clear()
-            told = "; ".join(map(str, report.problems[:3]))
-            self._mark(part, told)
-            raise DamagedCheckpointError(
-                f"expected the part {part!r} of step {found.step} to be whole, so that a step can "
-                f"keep it, but it is damaged: {told}. Save the part in this step",
-                checkpoint_id=target.url,
-                step=found.step,
-                key=part,
-            )
-        if report.unread:
-            told = "; ".join(map(str, report.unread[:3]))
+        if report.ok:
+            known = Known(since_s)
+            self._put(attempt, known)
+            return known
+        told = "; ".join(map(str, (report.problems or report.unread)[:3]))
+        more: dict[str, Any] = {"checkpoint_id": target.url, "step": found.step, "key": part}
+        if not report.problems:
             raise StorageError(
                 f"expected to read the part {part!r} of step {found.step} before a step keeps it, "
                 f"but its storage does not read {told}. Save the part in this step",
-                checkpoint_id=target.url,
-                step=found.step,
-                key=part,
+                **more,
             )
-        known = Known(since_s)
-        self._put(attempt, known)
-        return known
+        with self._lock:
+            self._known.clear()
+        what = f"The part {part!r} is damaged: {told}"
+        root = self._root
+        mark_found(
+            root.target,
+            what,
+            partial(self._damaged, part),
+            "No step keeps it any more",
+            root.opener,
+        )
+        raise DamagedCheckpointError(
+            f"expected the part {part!r} of step {found.step} to be whole, so that a step can keep "
+            f"it, but it is damaged: {told}. Save the part in this step",
+            **more,
+        )
 
-    def _mark(self, part: str, told: str) -> None:
-        """Marks the steps of which a part is damaged."""
-        root, steps = self._root, {}
-        what = "No step keeps it any more"
-        try:
-            for found in look(root, self._settings.names).steps.values():
-                if (
-                    part in folders_of(found)
-                    and verify(root.below(folders_of(found)[part])).problems
-                ):
-                    steps[found.step] = found.attempt
-            mark_damaged(root.target, steps, "steps were found damaged", root.opener)
-        except CheckpointError as error:
-            what = f"They could not be marked: {error}"
-        names = ", ".join(map(str, sorted(steps))) or "none"
-        logger.warning(
-            "The part %r is damaged: %s. The steps of %s that have it: %s. %s. Look at them with "
-            "`ray-dcp verify %s`, and at the disk",
-            part, told, root.url, names, what, root.url,
-        )  # fmt: skip
+    def _damaged(self, part: str) -> dict[int, str]:
+        """Returns the committed steps of which a part is damaged, with their attempts."""
+        steps = {}
+        for found in look(self._root, self._settings.names).steps.values():
+            folder = folders_of(found).get(part)
+            if folder is not None and verify(self._root.below(folder)).problems:
+                steps[found.step] = found.attempt
+        return steps
 
     def _put(self, attempt: str, known: Known) -> None:
         with self._lock:

@@ -51,7 +51,7 @@ from ray_dcp.io.writer import NOTHING_PUBLISHED, Published, file_layout, is_inta
 from ray_dcp.planning.sources import Known
 from ray_dcp.stage.write_queue import step_behind
 from ray_dcp.store.storage import Entry, PublishedFile, Storage, place_of
-from ray_dcp.view.damage_marks import committed_steps_with, mark_damaged, read_marks
+from ray_dcp.view.damage_marks import committed_steps_with, mark_found, read_marks
 from ray_dcp.view.run_listing import folders_in, step_of
 
 LEAST_SETTLED_BYTES = 1 << 20
@@ -482,26 +482,19 @@ def _report_damage(run: _Run, source: _Source, opener: Callable[[Target], Storag
     """Makes a damaged file known: to this process, to its user, and to all that use the run."""
     run.distrust()
     DAMAGE.add(source.file.url)
-    run_url, where = run.url, f"{source.file.url}/{source.file.key}"
-    key = where.removeprefix(f"{run_url}/")
-    steps: dict[int, str] = {}
+    where = f"{source.file.url}/{source.file.key}"
+    key = where.removeprefix(f"{run.url}/")
 
     def is_damaged(entry: Entry) -> bool:
         return _is_damaged_copy(run, source, entry, opener)
 
-    what = "The next save writes everything anew"
-    try:
+    def find() -> dict[int, str]:
         steps = committed_steps_with(run.target, key, opener, is_damaged)
         run.marks |= {*steps.items()}
-        mark_damaged(run.target, steps, "steps were found damaged", opener)
-    except CheckpointError as error:
-        what = f"They could not be marked: {error}. {what}"
-    names = ", ".join(map(str, sorted(steps))) or "none"
-    logger.warning(
-        "%s is damaged: its bytes do not match the checksums that were committed. The steps that "
-        "have this file: %s. %s. Look at them with `ray-dcp verify %s`, and at the disk",
-        where, names, what, run_url,
-    )  # fmt: skip
+        return steps
+
+    what = f"{where} is damaged: its bytes do not match the checksums that were committed"
+    mark_found(run.target, what, find, "The next save writes everything anew", opener)
 
 
 def _is_damaged_copy(

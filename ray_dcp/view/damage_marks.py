@@ -11,6 +11,7 @@ aborted after the mark is written (`io.records.fence`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,8 @@ from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view.run_listing import step_of
 
 Opener = Callable[[Target], Storage]
+
+logger = logging.getLogger(__name__)
 
 
 def below(run: Target, name: str) -> Target:
@@ -58,6 +61,32 @@ def mark_damaged(run: Target, steps: Mapping[int, str], reason: str, opener: Ope
         shared.write(damage_key(step, attempt), b"")
     if steps:
         fence(shared, lambda name: opener(below(run, name)), reason, None)
+
+
+def mark_found(
+    run: Target, what: str, find: Callable[[], Mapping[int, str]], then: str, opener: Opener
+) -> None:
+    """Marks the steps that have something damaged, and warns of it, also where that fails.
+
+    Args:
+        run: The run.
+        what: What is damaged, and how, for the warning.
+        find: Finds the steps, with the attempt of each.
+        then: What follows from it, for the warning.
+        opener: Opens a storage.
+    """
+    steps: Mapping[int, str] = {}
+    try:
+        steps = find()
+        mark_damaged(run, steps, "steps were found damaged", opener)
+    except CheckpointError as error:
+        then = f"They could not be marked: {error}. {then}"
+    names = ", ".join(map(str, sorted(steps))) or "none"
+    logger.warning(
+        "%s. The steps that have it: %s. %s. Look at them with `ray-dcp verify %s`, and at the "
+        "disk",
+        what, names, then, run.url,
+    )  # fmt: skip
 
 
 def remove_marks(run: Target, steps: Iterable[int], opener: Opener, keep: str = "") -> None:

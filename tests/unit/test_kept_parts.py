@@ -43,8 +43,8 @@ def test_who_did_not_see_a_part_written_reads_it_before_a_step_keeps_it(run: Job
     with pytest.raises(DamagedCheckpointError, match=r"'policy' of step 1 .*Save the part"):
         keep(later, 2)
     assert marked(later) == {1}
-    assert "The steps of" in caplog.text
-    assert "that have it: 1. No step keeps it" in caplog.text
+    assert "The steps that have it: 1. No step keeps it" in caplog.text
+    assert f"`ray-dcp verify {run.root}`" in caplog.text
     with pytest.raises(CheckpointNotFoundError, match="whole"):
         keep(later, 3)
     # The way out that it names.

@@ -337,7 +337,7 @@ def test_a_new_process_reads_what_it_links_and_marks_every_step_with_a_damaged_f
     flip(linked_file(path_of(tmp_path, 1)), 100)
     new_process(monkeypatch)
     check_holds(save(tmp_path, 3, {"model": model}), values_of({"model": model}))
-    assert "The steps that have this file: 1, 2." in caplog.text
+    assert "The steps that have it: 1, 2." in caplog.text
     steps = {one.step: one for one in ray_dcp.open(tmp_path).steps}
     assert [steps[step].is_marked_damaged for step in range(4)] == [False, True, True, False]
     assert "marked as damaged" in steps[1].detail
@@ -363,7 +363,7 @@ def test_a_file_that_many_saves_linked_is_read_again_and_written_if_it_is_damage
         save(tmp_path, step, {"model": model})
         session_alone().history.wait()
     # Two links are half of four: the file is read after each second save, so after 2 and 4.
-    assert "The steps that have this file: 0, 1, 2, 3, 4." in caplog.text
+    assert "The steps that have it: 0, 1, 2, 3, 4." in caplog.text
     found = [ray_dcp.verify(path_of(tmp_path, step)).ok for step in range(12)]
     assert found == [False] * 5 + [True] * 7
     assert shared(path_of(tmp_path, 10), path_of(tmp_path, 11)) == 1
@@ -511,7 +511,7 @@ def test_a_store_s_copies_of_a_damaged_object_are_looked_at_one_by_one(caplog, m
     model.set_step(3)
     state = {"model": model, "rank": ray_dcp.PerRank(0)}
     ray_dcp.save(state, checkpoint_id=place / "step-3", options=LINK)
-    assert "The steps that have this file: 2." in caplog.text
+    assert "The steps that have it: 2." in caplog.text
     assert [holds(place / f"step-{step}", step) for step in (0, 1, 3)] == [True] * 3
 
 
