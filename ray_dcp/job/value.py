@@ -7,6 +7,7 @@ the object, which the store then keeps whatever becomes of its owner, and writes
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -17,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import CheckpointError, ParticipantError
+from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.job.part_value import PartValue
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
@@ -173,6 +174,10 @@ class ValueWriters:
         return self._made[node]
 
 
+ENDING_S = 10.0
+"""How long tasks that were cancelled are waited for, in seconds."""
+
+
 def save_values(
     values: Mapping[str, Any], step: int, place_of: Callable[[str], Target], options: SaveOptions
 ) -> None:
@@ -182,23 +187,48 @@ def save_values(
         values: A reference or a value of each part, by name.
         step: Number of the step.
         place_of: Returns the place of a part.
-        options: As for `save`.
+        options: As for `save`; its `write_timeout_s` bounds all of it.
 
     Raises:
+        DeadlineError: A value was not there, or not written, in time.
         ParticipantError: A task that makes or writes a value failed.
         CheckpointError: As `save`.
     """
     task: Any = ray.remote(_with_variables)
-    variables, writes = ray_calls.storage_variables(), {}
-    for name, value in values.items():
-        ref = value if ray_calls.is_ref(value) else ray_calls.put(value, 0)
-        work = partial(_save_value, name, step, place_of(name), options, [ref])
-        # Why no retries: the step fails by name instead, and the first writer may still live.
-        run = task.options(num_cpus=0, max_retries=0, scheduling_strategy=_beside(ref)).remote
-        writes[name] = run(variables, work)
+    variables, writes = ray_calls.storage_variables(), dict[str, Any]()
+    end_s = time.monotonic() + options.write_timeout_s
+
+    def wait_for(name: str, ref: Any, what: str) -> None:
+        left_s = max(0.0, end_s - time.monotonic())
+        if not ray_calls.wait([ref], num_returns=1, timeout=left_s)[0]:
+            raise DeadlineError(
+                f"expected the part {name!r} of step {step} to {what} within "
+                f"{options.write_timeout_s:g} s (write_timeout_s), but it was not. The step is not "
+                f"committed; look at the actor or task that gives it, and at the storage",
+                step=step,
+                key=name,
+            )
+
+    try:
+        for name, value in values.items():
+            ref = value if ray_calls.is_ref(value) else ray_calls.put(value, 0)
+            # Why now: where an object lies is known when it is there.
+            wait_for(name, ref, "be given")
+            work = partial(_save_value, name, step, place_of(name), options, [ref])
+            # Why no retries: the step fails by name instead, and the first writer may still live.
+            run = task.options(num_cpus=0, max_retries=0, scheduling_strategy=_beside(ref)).remote
+            writes[name] = run(variables, work)
+        for name, ref in writes.items():
+            wait_for(name, ref, "be written")
+    except BaseException:
+        # Why: what is being written would be there again after it was deleted.
+        for ref in writes.values():
+            ray_calls.cancel(ref)
+        if writes:
+            ray_calls.wait([*writes.values()], num_returns=len(writes), timeout=ENDING_S)
+        raise
     failed = [error for name, ref in writes.items() if (error := _error_of(name, step, ref))]
     if failed:
-        # Why after all: what is being written would be there again after it was deleted.
         raise failed[0]
 
 
@@ -222,9 +252,7 @@ def _save_value(
 
 
 def _beside(ref: Any) -> Any:
-    """Returns a node that has an object, or will make it: the default if that is not known yet."""
-    # Why wait: where an object lies is known when it is there.
-    ray_calls.wait([ref], num_returns=1, timeout=None)
+    """Returns a node that has an object; the default if none is known."""
     nodes = ray_calls.nodes_with(ref)
     # Why soft: the node may be gone by now, and another one fetches the object then.
     return NodeAffinitySchedulingStrategy(nodes[0], soft=True) if nodes else "DEFAULT"

@@ -20,8 +20,8 @@ changed later does not change it."""
 
 
 ANSWER_S = 1.0
-"""How long a decision waits for Ray's table of nodes, in seconds. *Why*: training goes on while the
-store of that table is away."""
+"""How long one decision waits for Ray's table of nodes, in seconds. *Why*: training goes on while
+the store of that table is away."""
 
 
 def node_of_ray() -> str:
@@ -105,7 +105,8 @@ class AllocationEnd:
 
         if self._asked is None:
             self._asked = begin(ray_calls.draining_nodes, "ray_dcp drained nodes")
-        wait_any([self._asked], ANSWER_S)
+            # Why only now: each step asks, and would wait again while the answer does not come.
+            wait_any([self._asked], ANSWER_S)
         if self._asked.done():
             asked, self._asked = self._asked, None
             if (error := asked.exception()) is None:

@@ -58,6 +58,7 @@ longer."""
 logger = logging.getLogger(__name__)
 
 # Ray wraps each of them, by functools.wraps, in what starts a cluster.
+_cancel = inspect.unwrap(ray.cancel)
 _get = inspect.unwrap(ray.get)
 _get_actor = inspect.unwrap(ray.get_actor)
 _kill = inspect.unwrap(ray.kill)
@@ -168,6 +169,16 @@ def get_actor(name: str, namespace: str | None = None) -> Any:
     """Does the same as `ray.get_actor`."""
     with inside():
         return _get_actor(name, namespace)
+
+
+def cancel(task: Any) -> None:
+    """Ends a task, and the process that runs it. Does nothing to one that is done.
+
+    Args:
+        task: The reference of its result.
+    """
+    with inside():
+        _cancel(task, force=True)
 
 
 def kill(actor: Any, *, no_restart: bool = True) -> None:

@@ -20,14 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    DeadlineError,
     InvalidRequestError,
     ParticipantError,
     RankDisagreementError,
 )
+from ray_dcp.job.value import save_values
+from ray_dcp.options import SaveOptions
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
 from tests.chaos.job_ledger import wrong_in
 from tests.integration.conftest import mend
@@ -415,6 +419,27 @@ def test_a_value_is_kept_as_it_was_and_calls_that_come_twice_are_one(tmp_path: P
     assert step.result(120) == step.checkpoint_id
     with pytest.raises(ParticipantError, match=r"ask JobStep\.result"):
         step.report()
+
+
+@ray.remote(num_cpus=0)
+def given_at(gate: str) -> dict[str, int]:
+    assert eventually(Path(gate).exists)
+    return {"next": 1}
+
+
+def test_a_value_that_is_not_given_in_time_fails_by_name_and_nothing_of_it_comes_later(tmp_path):
+    late = given_at.remote(f"{tmp_path}/gate")
+    options = SaveOptions(write_timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"part 'buffer' of step 7 to be given within 0\.5 s"):
+        save_values(
+            {"cursor": {"next": 7}, "buffer": late},
+            7,
+            lambda name: Target(f"{tmp_path}/{name}"),
+            options,
+        )
+    (tmp_path / "gate").touch()
+    assert ray.get(late) == {"next": 1}
+    assert not (tmp_path / "buffer").exists()
 
 
 def test_a_wrong_argument_of_a_wait_leaves_the_step_as_it_is(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,13 @@ from hypothesis import strategies as st
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.manager import AtSteps, BeforeEnd, EverySteps, SaveFacts, root_writer
+from ray_dcp.manager import AtSteps, BeforeEnd, EverySteps, SaveFacts, allocation_end, root_writer
 from ray_dcp.manager.allocation_end import SLURM_END
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings
+from ray_dcp.session import ray_calls
+from tests.support.processes import eventually
 from tests.support.programs.forks import Programs
 from tests.unit.test_following import manager_of, state
 
@@ -158,6 +161,28 @@ def test_an_end_that_is_not_known_is_logged_once_and_the_run_goes_on(
 def test_an_end_that_is_no_time_is_refused(make: Any):
     with pytest.raises(InvalidRequestError, match="BeforeEnd"):
         make()
+
+
+def test_a_table_of_nodes_that_does_not_answer_holds_up_one_step_only(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    answered, waits = threading.Event(), list[float]()
+
+    def drained() -> dict[str, float]:
+        answered.wait()
+        return {"a node": 5.0}
+
+    def note(futures: Any, timeout_s: float) -> None:
+        waits.append(timeout_s)
+
+    monkeypatch.delenv(SLURM_END, raising=False)
+    monkeypatch.setattr(ray_calls, "draining_nodes", drained)
+    monkeypatch.setattr(allocation_end, "wait_any", note)
+    end = allocation_end.AllocationEnd([BeforeEnd()])
+    assert [end.seconds(["a node", ""]) for _ in range(3)] == [None] * 3
+    assert waits == [allocation_end.ANSWER_S]
+    answered.set()
+    assert eventually(lambda: end.seconds() == 5.0)
 
 
 LOADER = """
