@@ -43,6 +43,7 @@ class Book:
 
     def __init__(self, answers: bool = True) -> None:
         self.reports: list[Any] = []
+        self.held: list[Any] = []
         self.answers = answers
 
     async def call(self, report) -> Any:
@@ -50,7 +51,9 @@ class Book:
 
         from ray_dcp.commit_protocol.messages import Ack, PartsHeld
 
-        if not isinstance(report, PartsHeld):
+        if isinstance(report, PartsHeld):
+            self.held.append(report)
+        else:
             self.reports.append(report)
             while not self.answers:
                 await asyncio.sleep(0.01)
@@ -58,6 +61,9 @@ class Book:
 
     async def told(self) -> list[Any]:
         return self.reports
+
+    async def told_of_held(self) -> list[Any]:
+        return self.held
 
     async def answer(self) -> None:
         self.answers = True
@@ -121,6 +127,16 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_its_object_store(namespac
     other.close()
     assert eventually(lambda: one.info()["ranks"] == ["a"])
     one.close()
+
+
+def test_a_rank_is_staged_once_the_coordinator_knows_who_holds_its_bytes(namespace, book, places):
+    """From then on the rank may die: the next coordinator asks that stager."""
+    staging = opened(namespace)
+    done = staged(staging, share([3 * MIB] * 2), places[0], book)
+    (held,) = ray.get(book.told_of_held.remote())
+    assert (held.rank, held.attempt, held.stager) == (0, "a1", done.stager)
+    assert held.num_bytes == done.num_bytes
+    staging.close()
 
 
 def test_a_stager_whose_writers_hang_writes_for_others_and_is_replaced(namespace, book, places):
