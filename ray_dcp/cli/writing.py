@@ -257,9 +257,9 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     SOURCE may be a run: its steps are copied below TARGET, oldest first, with their tags and notes.
     A copy becomes visible when it is complete and durable; an interrupted copy leaves nothing.
     Steps that were copied before are skipped, so that an interrupted command can be repeated, also
-    one that was killed. A damaged step is not copied, and the exit status is 1; where TARGET has
-    another checkpoint for a step, that step is not copied, and it is 2. Steps in TARGET itself are
-    no part of the run.
+    one that was killed. Every byte is verified on its way: a damaged step is not copied, and the
+    exit status is 1; where TARGET has another checkpoint for a step, that step is not copied, and
+    it is 2. Steps in TARGET itself are no part of the run.
     """
     check_answers(target)
     check_no_step(target, "target")

@@ -1,10 +1,10 @@
 """Copies a checkpoint to another place: an attempt there like a save, with an id of its own.
 
 The bytes of data files and chunk table are copied as they are, so that checksums and digests hold
-there as well; the names of the files, the record and `.metadata` have the new id. So a copy never
-touches a file of somebody else, and of a copy and what is saved, copied or deleted meanwhile one
-wins the slot. What ray_dcp did not write keeps its names, and is only ever created. No torch, no
-ray.
+there as well, and are compared with them on the way: what is damaged is not copied. The names of
+the files, the record and `.metadata` have the new id. So a copy never touches a file of somebody
+else, and of a copy and what is saved, copied or deleted meanwhile one wins the slot. What ray_dcp
+did not write keeps its names, and is only ever created. No torch, no ray.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from ray_dcp.store.storage import (
 )
 from ray_dcp.view.progress import Meter, uncounted
 from ray_dcp.view.run_listing import needed_lengths
+from ray_dcp.view.verify import CheckedFiles
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
@@ -149,7 +150,8 @@ def copy_checkpoint(
         CheckpointExistsError: Something of a checkpoint is there, or was written meanwhile; or
             another process that lives writes there.
         CommitUnknownError: The storage did not say whether the copy appeared.
-        DamagedCheckpointError: A file is shorter than it was when planned.
+        DamagedCheckpointError: Bytes of a file are not those that were written, or it is shorter
+            than it was when planned.
         SaveCancelledError: A collector ended the copy.
         StorageError: A storage failed.
     """
@@ -501,6 +503,7 @@ class _Copying:
     def files(self) -> None:
         """Copies data files and chunk table."""
         files = self._plan.files
+        self._checked = CheckedFiles(self.source, self._plan.checkpoint, self._stop)
         run_tasks(files, self._file, min(_NUM_THREADS, len(files)), self._stop)
         if self._make_durable is not None and self._linked:
             self._make_durable(self._linked)
@@ -585,23 +588,25 @@ class _Copying:
         if self.is_there(key):
             self._meter.add(num_bytes, key)
             return
+        problem = self._passed(key, name, num_bytes, self._meter)
+        if problem is not None:
+            # Why again: bytes may have been altered in transit.
+            problem = self._passed(key, name, num_bytes, uncounted())
+        if problem is not None:
+            raise DamagedCheckpointError(f"{problem}; copy another step", key=key)
+
+    def _passed(self, key: str, name: str, num_bytes: int, meter: Meter) -> str | None:
+        """Copies a file unless it is damaged; returns what is damaged in it, or None."""
         writer: PartWriter | None = None
         try:
             writer = self.target.open_writer(name)
-            for start in range(0, num_bytes, _PIECE_BYTES):
-                if self._stop.asked:
-                    return
-                length = min(_PIECE_BYTES, num_bytes - start)
-                piece = self.source.read(key, start, length)
-                if len(piece) != length:
-                    raise DamagedCheckpointError(
-                        f"expected {num_bytes} bytes, but the file became shorter", key=key
-                    )
-                writer.write(piece)
-                self._meter.add(length, key)
+            problem = self._checked.read(key, num_bytes, writer.write, meter)
+            if problem is not None:
+                return problem
             self._unsure[name] = key
             writer.commit()
             self._own.append(name)
+            return None
         except KeyExistsError as error:
             self._unsure.pop(name, None)
             raise _key_taken_error(self.target, name) from error

@@ -408,7 +408,8 @@ def copy(
 ) -> CheckpointView:
     """Copies a checkpoint, or a step with its items, to another place; returns a view of the copy.
 
-    The copy appears when all of it is durable; an interrupted copy is removed. Of one whose process
+    Every byte is verified on its way, as `verify` does it: what is damaged is not copied. The copy
+    appears when all of it is durable; an interrupted copy is removed. Of one whose process
     was killed, the next call takes the files that are whole. A place has one writer at a time:
     while another process that lives copies there, the call is refused.
 
@@ -423,7 +424,7 @@ def copy(
             there in the meantime.
         InvalidRequestError: The target names a step as `RUN@STEP`.
         CommitUnknownError: The storage did not report whether the copy was committed.
-        DamagedCheckpointError: A file is missing or has another length.
+        DamagedCheckpointError: A file is missing, or its bytes are not those that were written.
         StorageError: There is not enough space, or a storage failed.
 
     Examples:

@@ -208,6 +208,70 @@ def verify_opened(
         )
 
 
+class CheckedFiles:
+    """Reads the data files of a checkpoint from start to end, for who passes their bytes on.
+
+    Args:
+        storage: Storage of the checkpoint.
+        checkpoint: The opened checkpoint.
+        stop: Ends a long read early, by `KeyboardInterrupt`.
+
+    Raises:
+        DamagedCheckpointError: The chunk table is damaged.
+        StorageError: The chunk table can't be read.
+    """
+
+    def __init__(self, storage: Storage, checkpoint: Checkpoint, stop: Stop) -> None:
+        self._storage, self._checkpoint, self._stop = storage, checkpoint, stop
+        self._table = checkpoint.table
+        self._numbers = {key: number for number, key in enumerate(self._table.files)}
+        self._rows = _rows_by_file(self._table)
+
+    def read(
+        self, key: str, num_bytes: int, sink: Callable[[memoryview], object], meter: Meter
+    ) -> str | None:
+        """Reads a data file once, and returns what is damaged in it, or None.
+
+        Args:
+            key: Name of the file. One that the chunk table does not name has the digest that its
+                manifest tells: the chunk table itself.
+            num_bytes: Its length.
+            sink: Is called with all of its bytes, in their order. The caller takes them back if
+                the file is damaged.
+            meter: Counts the bytes.
+
+        Raises:
+            StorageError: The file can't be read.
+        """
+        checkpoint, number = self._checkpoint, self._numbers.get(key)
+        if number is None:
+            return self._read_table(key, num_bytes, sink, meter)
+        ends_of = checkpoint.check_file
+        check = _FileCheck(
+            self._storage, self._table, key, self._rows[number], checkpoint.transforms,
+            ends_of.end_of(number, num_bytes) if ends_of else b"", self._stop, meter, sink,
+        )  # fmt: skip
+        check.read(num_bytes, num_bytes if checkpoint.manifest is not None else None)
+        check.count(num_bytes)
+        if not check.problems:
+            return None
+        # Why: a save of this process could link to files of this checkpoint.
+        DAMAGE.add(self._storage.url)
+        more = f", and {n} more like it" if (n := len(check.problems) - 1) else ""
+        return f"{check.problems[0]}{more}"
+
+    def _read_table(
+        self, key: str, num_bytes: int, sink: Callable[[memoryview], object], meter: Meter
+    ) -> str | None:
+        data = self._storage.read(key, 0, num_bytes)
+        meter.add(len(data), key)
+        sink(memoryview(data))
+        manifest = self._checkpoint.manifest
+        if manifest is None or digest_bytes(data).hex() == manifest.table.digest:
+            return None
+        return f"expected the bytes of {key} that the manifest names, found others"
+
+
 def _run_to_report(work: Callable[[Reports], None]) -> VerifyReport:
     """Returns what `work` appends to a list; raises it in a `VerifyInterrupted` after Ctrl-C."""
     found: Reports = []
@@ -553,17 +617,20 @@ class _FileCheck:
     """Ends the check of a long file early."""
     _meter: Meter
     """Counts the bytes of the file."""
+    _sink: Callable[[memoryview], object] | None = None
+    """Gets all bytes of the file in their order, if given."""
     checked_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unread: list[Problem] = field(default_factory=list)
     _num_bytes: int = 0
     _counted_bytes: int = 0
+    _passed_bytes: int = 0
     _window_start: int = 0
     _window: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def run(self, num_bytes: int | None, expected_bytes: int | None) -> None:
-        """Checks the file.
+        """Checks the file, and notes what the storage can't read.
 
         Args:
             num_bytes: Actual length; None if the file does not exist.
@@ -574,15 +641,32 @@ class _FileCheck:
             losses = f", and with it bytes of {few(names)}" if names else ""
             self._report(None, 0, expected_bytes or 0, f"the file is missing{losses}")
             return
+        try:
+            self.read(num_bytes, expected_bytes)
+        except StorageError as error:
+            what = f"unreadable: {error.message}"
+            self.unread.append(Problem(self.key, None, 0, num_bytes, what))
+
+    def read(self, num_bytes: int, expected_bytes: int | None) -> None:
+        """Checks the file, which exists, and passes its bytes on.
+
+        Args:
+            num_bytes: Actual length.
+            expected_bytes: Length by the manifest; None if unknown.
+
+        Raises:
+            StorageError: It can't be read.
+        """
         self._num_bytes = num_bytes
         if expected_bytes is not None and num_bytes != expected_bytes:
             low, high = sorted((num_bytes, expected_bytes))
             self._report(None, low, high, f"expected {expected_bytes} bytes, found {num_bytes}")
-        try:
-            self._check_items(checksummed=expected_bytes is not None)
-        except StorageError as error:
-            what = f"unreadable: {error.message}"
-            self.unread.append(Problem(self.key, None, 0, num_bytes, what))
+        self._check_items(checksummed=expected_bytes is not None)
+        if self._sink is not None:
+            # Why not those of the file: these were compared with their digest.
+            end = self._end if isinstance(self._end, bytes) else b""
+            self._pass_on(num_bytes - len(end))
+            self._sink(memoryview(end))
 
     def of(self, key: str, table: ChunkTable, rows: list[int]) -> _FileCheck:
         """Returns this check as that of another name of the file, in which no byte is read again.
@@ -708,18 +792,35 @@ class _FileCheck:
     def _bytes(self, start: int, stop: int) -> memoryview:
         """Returns bytes of the file, and reads ahead, as items are adjacent."""
         if not self._window_start <= start <= stop <= self._window_start + len(self._window):
-            if self._stop.asked:
-                raise KeyboardInterrupt
+            self._pass_on(start)
             length = min(max(stop - start, _WINDOW_BYTES), self._num_bytes - start)
-            self._window = memoryview(self._storage.read(self.key, start, length))
+            self._window = self._read(start, length, stop - start)
             self._window_start = start
-            if len(self._window) < stop - start:
-                raise StorageError(
-                    f"expected bytes [{start}, {stop}) of {self.key}, but it became shorter",
-                    key=self.key,
-                )
             self.count(start)
         return self._window[start - self._window_start : stop - self._window_start]
+
+    def _read(self, start: int, num_bytes: int, least_bytes: int) -> memoryview:
+        if self._stop.asked:
+            raise KeyboardInterrupt
+        data = memoryview(self._storage.read(self.key, start, num_bytes))
+        if len(data) < least_bytes:
+            stop = start + least_bytes
+            raise StorageError(
+                f"expected bytes [{start}, {stop}) of {self.key}, but it became shorter",
+                key=self.key,
+            )
+        return data
+
+    def _pass_on(self, stop: int) -> None:
+        """Passes on the bytes before a position, of the window that was checked if it has them."""
+        while self._sink is not None and self._passed_bytes < stop:
+            start = self._passed_bytes
+            held = self._window[max(start - self._window_start, 0) : stop - self._window_start]
+            if not held or start < self._window_start:
+                length = min(stop - start, _WINDOW_BYTES)
+                held = self._read(start, length, length)
+            self._passed_bytes += len(held)
+            self._sink(held)
 
     def _name(self, row: int) -> str:
         return self._table.names[int(self._table.tensor[row])]

@@ -24,7 +24,7 @@ from ray_dcp import CheckpointManager
 from ray_dcp.cli import output, places, writing
 from ray_dcp.cli.listing import changes
 from ray_dcp.cli.main import COMMANDS, main
-from ray_dcp.errors import StorageError
+from ray_dcp.errors import DamagedCheckpointError, StorageError
 from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.manager import Item
 from ray_dcp.manager.catalogue import Root
@@ -171,6 +171,58 @@ def test_the_copy_of_a_run_has_its_tags_and_notes_and_none_of_what_is_damaged(ru
     assert [invoke("ls", run, *more).exit_code for more in ([], ["--check"])] == [0, 1]
     assert invoke("cp", run, run.parent / "other").exit_code == 1
     assert [step.name for step in ray_dcp.open(run.parent / "other")] == ["step-20"]
+
+
+@pytest.mark.parametrize("kind", ["native", "stock"])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_flipped_bit_is_not_copied(tmp_path: Path, kind: str, place: str):
+    path, target = tmp_path / "step-1", tmp_path / "copy"
+    values = {"a": torch.arange(3 << 20, dtype=torch.float32), "b": torch.ones(5)}
+    if kind == "stock":
+        checkpoints.save_stock(path, values)
+    else:
+        ray_dcp.save(values, checkpoint_id=path)
+    file = checkpoints.data_file(path)
+    start = file.read_bytes().find(values["a"].numpy().tobytes())
+    assert start >= 0
+    end = start + values["a"].nbytes - 1
+    checkpoints.flip(file, {"first": start, "middle": (start + end) // 2, "last": end}[place])
+    with pytest.raises(DamagedCheckpointError, match=r"of 'a': .*; copy another step"):
+        ray_dcp.copy(path, target)
+    found = invoke("cp", path, target)
+    assert (found.exit_code, file.name in found.output) == (1, True), found.output
+    assert not target.exists() or not [*target.iterdir()]
+
+
+def test_a_flipped_bit_beside_the_tensors_is_not_copied(run: Path):
+    for pattern in ("__0_*.distcp", "chunks.*"):
+        (file,) = (run / "step-10").glob(pattern)
+        data = file.read_bytes()
+        for offset in (len(data) - 1, len(data) // 2):
+            checkpoints.flip(file, offset)
+            found = invoke("cp", run, run.parent / f"{file.name}-{offset}")
+            assert found.exit_code == 1, found.output
+            steps = [step.name for step in ray_dcp.open(run.parent / f"{file.name}-{offset}")]
+            assert steps == ["step-20"]
+            file.write_bytes(data)
+
+
+def test_a_bit_that_is_wrong_at_one_read_only_does_not_fail_a_copy(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reads, flipped = LocalStorage.read, []
+
+    def read(self: LocalStorage, key: str, start: int = 0, *more: object) -> bytes:
+        data = reads(self, key, start, *more)
+        if key.endswith(".distcp") and start == 0 and self.url.endswith("step-10") and not flipped:
+            flipped.append(key)
+            data = bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    assert invoke("cp", run, run.parent / "copy").exit_code == 0
+    assert flipped
+    assert ray_dcp.verify(run.parent / "copy").ok
 
 
 def test_a_report_is_one_page_that_needs_nothing_from_outside(run: Path, tmp_path: Path):
