@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.wire_error import add_note, cause_of, failure_of
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.options import check_above_0, check_whole, set_checked
 from ray_dcp.session import ray_calls
@@ -185,11 +185,10 @@ _LOOK_S = 1.0
 
 def _cause(error: RayTaskError, rank: int) -> Exception:
     """Returns the exception that the function raised, with a note of the rank."""
-    cause = getattr(error, "cause", None)
-    if not isinstance(cause, Exception):
+    cause = cause_of(error)
+    if cause is error or not isinstance(cause, Exception):
         return error
-    notes = [*getattr(cause, "__notes__", ()), f"Raised on rank {rank}:\n{error}"]
-    cause.__notes__ = notes
+    add_note(cause, f"Raised on rank {rank}:\n{error}")
     return cause
 
 
@@ -198,10 +197,9 @@ def _error_of(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
     error = failed[first]
     if isinstance(error, CheckpointError):
         if error._failures is None:
-            error.with_failures(_failures(failed))
+            error.with_failures({rank: failure_of(failed[rank]) for rank in sorted(failed)})
     elif len(failed) < num_ranks:
-        note = f"Raised on {name_ranks(sorted(failed))} of {num_ranks}"
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+        add_note(error, f"Raised on {name_ranks(sorted(failed))} of {num_ranks}")
     return error
 
 
@@ -218,17 +216,9 @@ def _died_error(
         f"{released} Call resize to replace what is gone. " + "; ".join(reasons),
         rank=min(dead),
     )
-    error.with_failures(_failures({**failed, **dead}))
+    gone = {**failed, **dead}
+    error.with_failures({rank: failure_of(gone[rank]) for rank in sorted(gone)})
     return error
-
-
-def _failures(
-    errors: Mapping[int, Exception],
-) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
-    return {
-        rank: (error, traceback.extract_tb(error.__traceback__))
-        for rank, error in sorted(errors.items())
-    }
 
 
 def _first_line(error: Exception) -> str:

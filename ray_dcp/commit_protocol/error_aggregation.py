@@ -7,7 +7,6 @@ requests that no operation can accept.
 from __future__ import annotations
 
 import copy
-import pickle
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
@@ -25,12 +24,12 @@ from ray_dcp.commit_protocol.messages import (
     SaveJoin,
 )
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Vote
+from ray_dcp.core.wire_error import Failure, add_note, from_wire
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
-    InternalError,
     ParticipantError,
     RankDisagreementError,
     SaveCancelledError,
@@ -71,49 +70,6 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(runs) or '(none)'}"
 
 
-Failure = tuple[BaseException, traceback.StackSummary]
-"""Value of `CheckpointError.failures` for each rank that failed."""
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Returns an error and its stack, as a pair that can be pickled.
-
-    An exception that can't be pickled and unpickled, or shown, is replaced by a `CheckpointError`
-    with its class and message. *Why*: other ranks must not wait for an error that can't be sent.
-
-    Args:
-        error: The exception that this rank raised.
-    """
-    # Why rebuilt: since Python 3.13 frame summaries keep the code object, which can't be pickled.
-    stack = traceback.StackSummary.from_list(
-        [
-            (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-            for frame in traceback.extract_tb(error.__traceback__)
-        ]
-    )
-    try:
-        str(error)
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
-            return error, stack
-    except Exception:  # noqa: BLE001, S110 - whatever user classes raise in __reduce__ or __init__
-        pass
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return CheckpointError(f"{kind} (which can't be pickled or shown): {message_of(error)}"), stack
-
-
-def message_of(error: BaseException) -> str:
-    """Returns the message of an exception, also if its class can't give it.
-
-    Examples:
-        >>> message_of(ValueError("no such layer"))
-        'no such layer'
-    """
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - whatever user classes raise in __str__
-        return "<exception str() failed>"  # as `traceback` writes it
-
-
 def located(
     error: CheckpointError, checkpoint_id: str | None, rank: int | None = None
 ) -> CheckpointError:
@@ -152,13 +108,8 @@ def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) ->
             dict.fromkeys([combined.message, *(e.message for e in others.values())])
         )
     elif others:
-        combined.__notes__ = [
-            *getattr(combined, "__notes__", ()),
-            f"{name_ranks(others)} failed too: "
-            + "; ".join(
-                f"rank {rank}: {type(e).__name__}: {e.message}" for rank, e in others.items()
-            ),
-        ]
+        told = [f"rank {rank}: {type(e).__name__}: {e.message}" for rank, e in others.items()]
+        add_note(combined, f"{name_ranks(others)} failed too: {'; '.join(told)}")
     return combined.with_failures({rank: _failure(errors[rank], rank) for rank in sorted(errors)})
 
 
@@ -335,14 +286,7 @@ def reply_error(reply: Reply, rank: int) -> CheckpointError:
         reply: Not the next step.
         rank: Who got it.
     """
-    if isinstance(reply, Refused):
-        # Why a copy: one error object may be the answer to several ranks of one process.
-        return copy.copy(reply.error)
-    return InternalError(
-        f"Expected the next step or an error report, but rank {rank} got "
-        f"{type(reply).__name__}. Please report this",
-        rank=rank,
-    )
+    return from_wire(reply.error if isinstance(reply, Refused) else reply, "the coordinator", rank)
 
 
 def exchanged(request: Exchange) -> Generator[Exchange, Reply, Mapping[int, bytes]]:
@@ -399,11 +343,11 @@ def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
         if vote.decided_by.is_delete
         else f"attempt {vote.decided_by.attempt} committed"
     )
-    note = (
+    add_note(
+        error,
         f"While attempt {vote.attempt} ran, {what} in slot {vote.decided_by.slot}, which removes "
-        f"files of all other attempts. Only one save at a time can have an id"
+        f"files of all other attempts. Only one save at a time can have an id",
     )
-    error.__notes__ = [*getattr(cause, "__notes__", ()), note]
     return error
 
 

@@ -101,6 +101,7 @@ from ray_dcp.commit_protocol.operation import Commands, Operation
 from ray_dcp.commit_protocol.plan_cache import WAYS_OUT, PlanCache, Planning, differences
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.values import GlobalPlan
+from ray_dcp.core.wire_error import add_note
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -730,7 +731,7 @@ class SaveMachine(Operation):
             return (*self._conclude(self._undecided_reply()), *self._finish())
         # No manifest was ever tried, so none can appear: the failure is final without a record.
         note = f"No abort record could be written for attempt {self._attempt}: {error}"
-        self._error.__notes__ = [*getattr(self._error, "__notes__", ()), note]
+        add_note(self._error, note)
         return self._failed(self._error)
 
     def _failed(self, error: CheckpointError) -> Commands:

@@ -33,6 +33,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.coordinator.metrics import Performer, Tracing
 from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core.processes import begin, start_thread
+from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import CheckpointError, InternalError, LimitError, ParticipantError
 from ray_dcp.place.attempt_id import new_attempt
 
@@ -305,12 +306,8 @@ class CoordinatorLoop:
 
     def _fail_operation(self, key: OpKey, error: Exception) -> None:
         """Fails an operation that contradicted itself, on every rank that waits for it."""
-        refused = Refused(
-            InternalError(
-                f"The coordinator contradicted itself in operation {key.seq}: "
-                f"{type(error).__name__}: {error}. Please report this"
-            )
-        )
+        doing = f"The coordinator's part of operation {key.seq}"
+        refused = Refused(to_wire(error, doing, kind=InternalError))
         for at in [at for at in self._waiting if at[0] == key]:
             self._resolve(at, refused)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.wire_error import add_note
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -517,10 +518,8 @@ class CheckpointManager:
             logger.warning("Deletions in %s still go on after %g s", self.path, DRAIN_S)
         errors = [one.error for one in failed if one.error is not None]
         if errors:
-            errors[0].__notes__ = [
-                *getattr(errors[0], "__notes__", ()),
-                *(f"Step {one.step} failed as well: {one.error}" for one in failed[1:]),
-            ]
+            for one in failed[1:]:
+                add_note(errors[0], f"Step {one.step} failed as well: {one.error}")
             raise errors[0]
 
     def reached_preemption(self, step: int) -> bool:

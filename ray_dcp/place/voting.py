@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +22,7 @@ from ray_dcp.commit_protocol.commands import (
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.processes import at_once
+from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import (
     CheckpointError,
     InternalError,
@@ -69,14 +69,8 @@ def result_of(task: Task, action: Callable[[], Result]) -> Result:
     """
     try:
         return action()
-    except CheckpointError as error:
-        return Failed(error)
     except Exception as error:  # noqa: BLE001 - a raw error would end the coordinator
-        internal = InternalError(
-            f"{type(task).__name__} failed with {type(error).__name__}: {error}. Please report this"
-        )
-        internal.__notes__ = [traceback.format_exc()]
-        return Failed(internal)
+        return Failed(to_wire(error, f"The task {type(task).__name__}", kind=InternalError))
 
 
 def perform_on_records(task: _RecordTask, opener: Opener) -> Result:

@@ -39,6 +39,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.core.phases import COMPARE, FINISH, JOIN, OPEN, PLAN, PLAN_READS, READ, Step
 from ray_dcp.core.processes import run_within
 from ray_dcp.core.values import ChunkTable
+from ray_dcp.core.wire_error import add_note, to_wire
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -70,7 +71,6 @@ from ray_dcp.planning.reads import (
 from ray_dcp.rank.rank_save import (
     decided_on_rank_0,
     naming_checkpoint,
-    reported,
     result_or_error,
 )
 from ray_dcp.session.rank_progress import RankProgress, WatchedStorage
@@ -549,7 +549,7 @@ def _make_plan(
         read_plan = plan_reads(checkpoint.table, work.wanted)
         work.check_coverage(read_plan)
     except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
-        return None, None, reported(error, "planning the reads", rank)
+        return None, None, to_wire(error, "planning the reads", rank=rank)
     return work, read_plan, None
 
 
@@ -681,10 +681,8 @@ def first_that_loads(
                 failed, is_late = error, True
                 if not falls_back(error):
                     if skipped:
-                        error.__notes__ = [
-                            *getattr(error, "__notes__", ()),
-                            f"Newer checkpoints were skipped before: {_reasons(skipped)}",
-                        ]
+                        told = f"Newer checkpoints were skipped before: {_reasons(skipped)}"
+                        add_note(error, told)
                     raise
         skipped.append((one, failed))
     return None, skipped

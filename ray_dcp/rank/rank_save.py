@@ -8,10 +8,8 @@ no rows. A step that fails is reported to every rank, instead of only ending thi
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -20,9 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from ray_dcp.commit_protocol.error_aggregation import (
     exchanged,
-    failure_of,
     located,
-    message_of,
     reply_error,
 )
 from ray_dcp.commit_protocol.messages import (
@@ -47,6 +43,7 @@ from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
 from ray_dcp.core.processes import Stop, run_within
 from ray_dcp.core.values import Columns, RankPlan
+from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -135,7 +132,7 @@ def result_or_error(
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
-        return None, reported(error, doing, rank)
+        return None, to_wire(error, doing, rank=rank)
 
 
 def decided_on_rank_0(
@@ -156,33 +153,6 @@ def decided_on_rank_0(
         outbox = {} if data is None else dict.fromkeys(range(request.world_size), data)
         request = replace(request, outbox=outbox, error=error)
     return json.loads((yield from exchanged(request))[0])
-
-
-def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
-    """Returns an error in the form in which it is reported: with rank and traceback, and picklable.
-
-    Args:
-        error: The exception.
-        doing: Description of the step that raised it.
-        rank: The rank that raised it.
-    """
-    failure = failure_of(error)
-    if failure[0] is error and isinstance(error, CheckpointError):
-        placed = copy.copy(error)
-        if placed.rank is None:
-            placed.rank = rank
-    else:
-        what = f"{type(error).__name__}: {message_of(error)}"
-        placed = CheckpointError(f"{doing} failed: {what}", rank=rank)
-        placed.__cause__ = error
-    known = {rank: failure, **({} if placed._failures is None else placed.failures)}
-    # Why a note: the traceback is lost when the error is pickled to another process.
-    frames = traceback.format_tb(error.__traceback__)[-3:]
-    if not isinstance(error, CheckpointError):  # whose own message is not repeated
-        frames += traceback.format_exception_only(error)
-    lines = "".join(frames)
-    placed.__notes__ = [*getattr(placed, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
-    return placed.with_failures(known)
 
 
 ROWS_AT_ONCE = 64

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
 from ray_dcp.coordinator.metrics import count
+from ray_dcp.core.wire_error import message_of
 from ray_dcp.errors import CheckpointError
 from ray_dcp.events import Event, contained, outcome_of
 from ray_dcp.session.rank_progress import RankProgress
@@ -128,7 +129,8 @@ class Call:
         if self.progress.over:
             return
         is_interrupt = not isinstance(error, Exception)
-        reason = f"{type(error).__name__} on rank {self.rank}{'' if is_interrupt else f': {error}'}"
+        text = "" if is_interrupt else f": {message_of(error)}"
+        reason = f"{type(error).__name__} on rank {self.rank}{text}"
         # Suppressed: the session was closed meanwhile.
         with suppress(CheckpointError):
             # Why the first otherwise: a call that fails before it begins one leaves that.

@@ -47,6 +47,7 @@ from ray.exceptions import (
 )
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, OUT_OF_REACH_S
+from ray_dcp.core.wire_error import from_wire
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
 from ray_dcp.stage.node_memory import ObjectStoreFile
 from ray_dcp.store.environment import StorageVariables, is_of_storages
@@ -675,7 +676,7 @@ def call_actor(
                 rank=rank,
             ) from None
         except RayTaskError as error:
-            raise _raised_by(error, who, rank) from None
+            raise from_wire(error, who, rank) from None
         except (ActorUnavailableError, ActorDiedError) as error:
             # A dead actor is made again; one that restarts keeps its handle.
             fresh = isinstance(error, ActorDiedError)
@@ -755,13 +756,6 @@ def _wait_for(
         done, _ = wait([answer], timeout=max(0.0, min(wait_s, LOOK_S)))
         if done or wait_s <= 0:
             return
-
-
-def _raised_by(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, CheckpointError):
-        return cause
-    return InternalError(f"{who} failed: {error}", rank=rank)
 
 
 def _out_of_reach(error: Exception, who: str, rank: int | None) -> ParticipantError:

@@ -41,6 +41,7 @@ from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, Heartbea
 from ray_dcp.coordinator.loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.coordinator.metrics import Performer
 from ray_dcp.core.processes import OwnProcess, network_namespace
+from ray_dcp.core.wire_error import from_wire, text_of, to_wire
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.session.heartbeat import (
     HeartbeatSender,
@@ -312,11 +313,9 @@ class _ServingLoop(CoordinatorLoop):
             if method not in _METHODS:
                 raise InternalError(f"Expected a method of a coordinator, found {method!r}")
             channel.send(number, (True, await getattr(self, method)(*arguments)))
-        except CheckpointError as error:
-            channel.send(number, (False, error))
         except Exception as error:  # noqa: BLE001 - the rank would wait for ever
-            text = f"{type(error).__name__}: {error}. Please report this"
-            channel.send(number, (False, InternalError(f"The coordinator failed: {text}")))
+            sent = to_wire(error, "The coordinator", kind=InternalError)
+            channel.send(number, (False, sent))
 
     async def shut(self, session: str) -> None:
         """Leaves for rank 0, and closes the connections once the other ranks have their answers."""
@@ -470,11 +469,11 @@ class _Calling:
         try:
             succeeded, value = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
-            succeeded, value = False, InternalError(f"Expected an answer, found {error!r}")
+            succeeded, value = False, error
         if succeeded:
             answer.set_result(value)
         else:
-            answer.set_exception(value)
+            answer.set_exception(from_wire(value, "the coordinator's answer"))
 
     async def _connected_within(self, timeout_s: float) -> Channel:
         """Returns a new connection.
@@ -730,7 +729,7 @@ def join_by_store(
         key = secrets.token_bytes(32)
         coordinator = SocketCoordinator(name, interface_of(places), key, performer)
     except Exception as error:
-        store.set(f"{_key(name)}/address", json.dumps(["", 0, f"{type(error).__name__}: {error}"]))
+        store.set(f"{_key(name)}/address", json.dumps(["", 0, text_of(error)]))
         raise
     host, port = coordinator.address
     logger.info("Session %s: the ranks reach the coordinator in rank 0 at %s:%d", name, host, port)

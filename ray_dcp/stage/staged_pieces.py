@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import chain
 
 from ray_dcp.commit_protocol.messages import FileReceipt, PartsWritten, Target
+from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.writer import NotHeldError, write_pieces
 from ray_dcp.stage.orders import (
@@ -186,12 +187,8 @@ def unwritten(job: Job, file: int, error: BaseException) -> PartsWritten:
         error: The error because of which it was not written.
     """
     plan = job.order.plan.files[file]
-    if not isinstance(error, CheckpointError):
-        error = CheckpointError(
-            f"writing staged bytes failed: {type(error).__name__}: {error}", key=plan.key
-        )
-    # Why a copy: the report stays, and the frames of a traceback hold views of the bytes.
-    return _report(job.order.key, error=copy.copy(error))
+    # The report stays; the wire form has no frames, which would hold views of the bytes.
+    return _report(job.order.key, error=to_wire(error, "writing staged bytes", key=plan.key))
 
 
 def _report(

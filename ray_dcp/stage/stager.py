@@ -37,6 +37,7 @@ from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.commit_protocol.messages import Ack, PartsHeld, PartsWritten, Reply, SaveOutcome
 from ray_dcp.coordinator import metrics
 from ray_dcp.core.processes import pid_namespace
+from ray_dcp.core.wire_error import text_of
 from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
@@ -302,8 +303,8 @@ class Stager:
             # Careful: no local name of the arrays may outlive this, or the objects count for ever.
             objects = await asyncio.gather(*refs.values())
         except Exception as error:  # noqa: BLE001 - the rank hears of it in `seal` and `more`
-            first_line, _, _ = str(error).partition("\n")
-            self._queue.fail_unreadable(key, f"{type(error).__name__}: {first_line}")
+            first_line, _, _ = text_of(error).partition("\n")
+            self._queue.fail_unreadable(key, first_line)
             return
         for number, ref in refs.items():
             lent = ref if isinstance(ref, ray.ObjectRef) else None

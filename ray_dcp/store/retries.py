@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from ray_dcp.core.wire_error import add_note
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -107,9 +109,7 @@ class Retrying:
                 result = act()
             except Exception as error:
                 if tries:
-                    # Why not add_note: Python 3.10 has none.
-                    notes = [*getattr(error, "__notes__", ()), f"retried {tries} times"]
-                    error.__notes__ = notes
+                    add_note(error, f"retried {tries} times")
                 now_s, wait_s = self._clock(), next(waits)
                 limit_s = min(worth_s(error), self._timeout_s)
                 if limit_s <= 0 or start_s < self._down_until_s.get(kind, -math.inf):

@@ -23,11 +23,11 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ray_dcp.commit_protocol.error_aggregation import Failure, exchanged, failure_of
+from ray_dcp.commit_protocol.error_aggregation import exchanged
 from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply
+from ray_dcp.core.wire_error import Failure, add_note, failure_of, from_wire, text_of
 from ray_dcp.errors import (
     CheckpointError,
-    InternalError,
     MissingKeyError,
     ParticipantError,
     ShapeMismatchError,
@@ -187,8 +187,8 @@ class Group:
             checkpoint_id=self.checkpoint_id,
             rank=ranks[0] if len(ranks) == 1 else None,
         )
-        # Why not add_note: it is new in Python 3.11. The attribute survives transport through Ray.
-        error.__notes__ = [_describe_failure(rank, failures[rank]) for rank in ranks[:MOST_LISTED]]
+        for rank in ranks[:MOST_LISTED]:
+            add_note(error, _describe_failure(rank, failures[rank]))
         return error.with_failures({rank: failures[rank] for rank in ranks})
 
 
@@ -383,7 +383,7 @@ def _load_result(message: bytes, rank: int) -> _Result:
     try:
         result: _Result = pickle.loads(message)
     except Exception as error:  # noqa: BLE001 - whatever user classes raise when unpickled
-        reason = f"what rank {rank} sent can't be unpickled: {type(error).__name__}: {error}"
+        reason = f"what rank {rank} sent can't be unpickled: {text_of(error)}"
         return _Result(None, failure_of(CheckpointError(reason, rank=rank)))
     return result
 
@@ -394,12 +394,10 @@ def _load_error(group: Group, step: str, data: bytes) -> CheckpointError:
     except Exception as reason:  # noqa: BLE001 - whatever user classes raise when unpickled
         return CheckpointError(
             f"{group.doing}: {step} failed, with an error that can't be unpickled on rank "
-            f"{group.rank} ({type(reason).__name__}: {reason}); see rank {group.coordinator_rank}",
+            f"{group.rank} ({text_of(reason)}); see rank {group.coordinator_rank}",
             checkpoint_id=group.checkpoint_id,
         )
-    if isinstance(error, CheckpointError):
-        return error
-    return InternalError(f"an error report held {type(error).__name__}", rank=group.rank)
+    return from_wire(error, f"rank {group.coordinator_rank}", group.rank)
 
 
 def _exchange(

@@ -35,6 +35,7 @@ from ray_dcp.errors import (
     CommitUnknownError,
     DamagedCheckpointError,
     DeadlineError,
+    InternalError,
     MissingKeyError,
     ParticipantError,
     RankDisagreementError,
@@ -134,6 +135,24 @@ def test_a_rank_whose_file_can_not_be_written_fails_the_save_on_all_and_leaves_n
     assert "manifest-00000002.json" in keys(url)
     assert not [key for key in keys(url) if key.startswith("__2")]
     assert loads_whole(url, [state_of(1), state_of(2)]) == 0
+
+
+@pytest.mark.parametrize("error", [StorageError("no answer"), ValueError("no answer")])
+def test_an_error_of_the_coordinator_is_raised_by_all_with_its_traceback(url, error):
+    def refuse(target):
+        raise error
+
+    performer = partial(perform, opener=refuse)
+    raised = [
+        result.error for result in run_ranks(save_ranks(state_of(), 2, url), performer=performer)
+    ]
+    is_ours = isinstance(error, CheckpointError)
+    assert {type(one) for one in raised} == {StorageError if is_ours else InternalError}
+    for one in raised:
+        assert "no answer" in one.message
+        assert any("in refuse" in note for note in one.__notes__)
+    assert error.__traceback__ is not None
+    assert not hasattr(error, "__notes__"), "what was raised is not changed"
 
 
 def test_a_load_that_one_rank_can_not_plan_touches_nothing_on_any(url):

@@ -358,8 +358,9 @@ def test_a_rank_that_moves_bytes_stops_when_rank_0_or_its_own_session_has_ended(
 def test_a_call_of_another_method_or_with_wrong_arguments_fails_alone(pool, sessions):
     calls = {("info", 1, 2, 3): "The coordinator failed", ("_carry_out", ()): "Expected a method"}
     for wrong, told in calls.items():
-        with pytest.raises(InternalError, match=told):
+        with pytest.raises(InternalError, match=told) as caught:
             sessions[1]._link.ask(*wrong).result(60)
+        assert "in _answer" in caught.value.__notes__[0], "the traceback of rank 0"
     assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
 
 

@@ -202,6 +202,8 @@ def test_a_storage_that_fails_is_reported_and_all_room_comes_back(places):
     assert node.idle()
     assert [report.error.message for report in node.reports] == ["no space left"]
     assert node.reports[0].error.__traceback__ is None  # its frames hold the staged bytes
+    assert node.reports[0].error.__cause__ is None
+    assert "in refuse" in node.reports[0].error.__notes__[0], "who reads it finds the place"
 
 
 def test_any_number_of_ranks_gets_through_the_smallest_budget(places):
