@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
+from ray_dcp.core import bounds
 from ray_dcp.core.phases import STAGE, STAGED
 from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import (
@@ -60,7 +61,7 @@ from ray_dcp.saving import (
     session_for,
     target_of,
 )
-from ray_dcp.session.call import LEAVING_S, Call
+from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import session_in_ray
 from ray_dcp.session.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
 from ray_dcp.stage.staging_backend import Finish, StagingBackend, staging_backend_of
@@ -737,7 +738,7 @@ class _Save:
             start_thread(run, f"ray_dcp save {handle.checkpoint_id}")
         except LimitError as error:
             _running.pop(self, None)
-            self._session.leave(Left(self._key, error.message), LEAVING_S)
+            self._session.leave(Left(self._key, error.message), bounds.LEAVING_S)
             self._complete(handle, None, error)
             return False
         except BaseException as error:

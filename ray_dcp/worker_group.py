@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.core.wire_error import add_note, cause_of, failure_of
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
@@ -227,9 +228,6 @@ def _first_line(error: Exception) -> str:
 
 
 logger = logging.getLogger(__name__)
-
-_PART_S = 15.0
-"""How long ranks may take to leave their process group before they are replaced, in seconds."""
 
 
 class WorkerGroup:
@@ -543,7 +541,9 @@ class WorkerGroup:
     def _part(self, ranks: Sequence[Any]) -> list[Any]:
         """Removes ranks from their process group; returns the living ones that left it."""
         answers = {rank.part.remote(): rank for rank in ranks}
-        done, _ = ray_calls.wait(list(answers), num_returns=len(answers), timeout=_PART_S)
+        done, _ = ray_calls.wait(
+            list(answers), num_returns=len(answers), timeout=bounds.LEAVE_GROUP_S
+        )
         living = []
         for answer in done:
             try:
@@ -592,14 +592,14 @@ def _kill_all(ranks: list[Any]) -> None:
     """Kills actors and waits until they are gone."""
     for rank in ranks:
         ray_calls.kill(rank)
-    end_s = time.monotonic() + _PART_S
+    end_s = time.monotonic() + bounds.LEAVE_GROUP_S
     for rank in ranks:
         try:
             # Why again and again: a rank may answer until the kill reaches it.
             while True:
                 ray_calls.get(rank.where.remote(), timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
-            logger.warning("A rank of a WorkerGroup did not end within %g s", _PART_S)
+            logger.warning("A rank of a WorkerGroup did not end within %g s", bounds.LEAVE_GROUP_S)
         except RayError:
             continue
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ray_dcp.core import bounds
 from ray_dcp.events import contained
 from ray_dcp.manager import manager
 from ray_dcp.manager.settings import Item
@@ -123,8 +124,8 @@ class CheckpointManager(manager.CheckpointManager):
         with contained(f"Waiting for deletions after step {step}"):
             self._actions.agree(
                 f"the deletions after step {step}",
-                lambda _: self._writer.remover.drain(manager.DRAIN_S),
-                timeout_s=2 * manager.DRAIN_S,
+                lambda _: self._writer.remover.drain(bounds.DRAIN_S),
+                timeout_s=2 * bounds.DRAIN_S,
             )
 
 

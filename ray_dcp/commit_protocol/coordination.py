@@ -22,7 +22,6 @@ from ray_dcp.commit_protocol.error_aggregation import (
     went_ahead,
 )
 from ray_dcp.commit_protocol.liveness import (
-    LONG_WAIT_S,
     SESSIONS,
     Heartbeat,
     HeartbeatAck,
@@ -45,6 +44,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.operation import Commands, ExchangeMachine
 from ray_dcp.commit_protocol.plan_cache import PlanCache, planned_chunks
 from ray_dcp.commit_protocol.save import SaveMachine, StagedPlan
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -265,7 +265,7 @@ class Coordination:
         now_s, before, self._waits = self._clock(), self._waits, {}
         for key, machine in self._active.items():
             since_s, is_noted = before.get((key, machine.phase), (now_s, False))
-            long = now_s - since_s >= LONG_WAIT_S
+            long = now_s - since_s >= bounds.LONG_WAIT_S
             who = self._describe_wait(machine) if long and not is_noted else ""
             if who and machine.waiting_ranks:
                 self._long_waits.setdefault((key.session, min(machine.waiting_ranks)), []).append(

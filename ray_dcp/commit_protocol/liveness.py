@@ -19,14 +19,6 @@ from ray_dcp.commit_protocol.error_aggregation import Call, describe_call
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.errors import DeadlineError
 
-LONG_WAIT_S = 30.0
-"""A longer wait for other ranks, in seconds, is logged once."""
-
-OUT_OF_REACH_S = 300.0
-"""How long an actor may be out of reach before a call fails, in seconds: Ray may take a minute to
-see that a node is lost, and more to start a process on one that is busy. *Why* so long: where the
-call of one rank fails and that of another succeeds, the second waits for the first."""
-
 LONGEST_INTERVAL_S = 5.0
 BEATS_IN_TIMEOUT = 6
 """Heartbeats per timeout. *Why* several: a few late or lost ones must not make a rank frozen."""

@@ -47,15 +47,13 @@ from ray_dcp.commit_protocol.messages import (
     Untaken,
 )
 from ray_dcp.commit_protocol.operation import Commands, Operation
+from ray_dcp.core import bounds
 from ray_dcp.errors import DeadlineError
 from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 
 MOST_SENT_BYTES = 64 << 20
 """Most bytes of chunk tables that are sent, to all ranks together. *Why* send: a rank that reads
 the table itself pays a request. *Why* a limit: with many ranks, most need a small part of it."""
-
-SHARE_S = 60.0
-"""Deadline for planning shared reads, in seconds; after that every rank reads for itself."""
 
 
 class LoadMachine(Operation):
@@ -140,7 +138,7 @@ class LoadMachine(Operation):
                     return self._proceed(None)
                 sharing = ShareReads(dict(self._needs), self.world_size)
                 options = self._options
-                within_s = min(SHARE_S, options.plan_timeout_s, options.read_timeout_s)
+                within_s = min(bounds.SHARE_PLAN_S, options.plan_timeout_s, options.read_timeout_s)
                 return self._step("sharing", sharing, within_s)
         outcome = LoadOutcome(ReadCounts.total(self._done))
         return (*self._conclude(outcome), *self._end("done"))

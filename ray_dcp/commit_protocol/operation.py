@@ -36,6 +36,7 @@ from ray_dcp.commit_protocol.error_aggregation import (
     name_ranks,
 )
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused, Reply, Request, SaveJoin
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     InternalError,
@@ -119,18 +120,6 @@ def content(opening: Opening) -> tuple[object, ...]:
     rest = [value for name, value in vars(opening).items() if name not in skipped]
     return (*rest, None if error is None else (type(error), error.message))
 
-
-GRACE_S = 5.0
-"""How long a failed operation waits for errors of other ranks before it reports, in seconds.
-
-*Why* not 0: a cause that fails one rank (a full disk, a bad option) often fails all of them, and
-the error should show that. *Why* not the whole deadline: a user should not wait an hour for a
-failure that is already known.
-"""
-
-LOST_GRACE_S = 0.5
-"""The same after ranks died or froze, in seconds. *Why* shorter: ranks that die together are
-detected together, and their loss says little about what the others will report."""
 
 HISTORY_LENGTH = 64
 
@@ -356,14 +345,14 @@ class Operation(ABC):
         return None
 
     def _record_difference(self, request: Opening, error: RankDisagreementError) -> Commands:
-        """Records a call that differs from the others'; waits `GRACE_S` for more that differ."""
+        """Records a call that differs from the others'; waits `ERRORS_S` for more that differ."""
         self._log(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
         if error.rank is not None:  # a single rank is at fault
             return self._fail(error)
         self._differing[request.rank] = compact(request)
         self._barrier.note(request.rank, error)
-        return self._fail(error) if self._barrier.is_complete else self._wait(GRACE_S)
+        return self._fail(error) if self._barrier.is_complete else self._wait(bounds.ERRORS_S)
 
     def _have_disagreed(self) -> bool:
         """Returns whether the outcome is that the ranks' calls differ; late ranks get that too."""
@@ -460,7 +449,7 @@ class Operation(ABC):
             lost = all(
                 isinstance(error, ParticipantError) for error in self._barrier.errors.values()
             )
-            return (self._arm(LOST_GRACE_S if lost else GRACE_S),)
+            return (self._arm(bounds.LOST_ERRORS_S if lost else bounds.ERRORS_S),)
         return () if self._armed == self.phase else (self._arm(after_s),)
 
     def _perform(self, task: Task) -> Perform:

@@ -21,13 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-PRESENT_S = 10.0
-"""How long a save waits for a replica that makes steps, in seconds."""
+from ray_dcp.core import bounds
 
-NEW_S = 2.0
-"""How long a save waits for a replica that has begun and makes no steps yet, in seconds."""
-
-_LIMITS = {"new": NEW_S, "present": PRESENT_S}
+_LIMITS = {"new": bounds.NEW_S, "present": bounds.PRESENT_S}
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class ReplicaQuorum:
         >>> quorum = ReplicaQuorum(2, iter("abc").__next__)
         >>> quorum.ready(ReadyToSave(1, 2, "p", 10), now_s=0.0)
         []
-        >>> quorum.look(now_s=NEW_S)  # doctest: +NORMALIZE_WHITESPACE
+        >>> quorum.look(now_s=bounds.NEW_S)  # doctest: +NORMALIZE_WHITESPACE
         [(1, SaveQuorum(session='a', ranks=(1,),
                         missing=((0, 'was not ready for step 10 within 2 s'),)))]
     """

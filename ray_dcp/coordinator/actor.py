@@ -51,6 +51,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.replica_quorum import Answers, ReadyToSave, ReplicaQuorum, SaveQuorum
 from ray_dcp.commit_protocol.save import StagedPlan
 from ray_dcp.coordinator.loop import CoordinatorLoop, Member
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -170,11 +171,6 @@ class StagerWatch:
                 ),
             )
         self._carry_out(self._coordination.stager_lost(name, why))
-
-
-ASK_S = 5.0
-"""How long a stager may take to tell a new coordinator what it holds, in seconds, before it is
-asked again later: it may be frozen, or be that of another job."""
 
 
 @dataclass
@@ -321,7 +317,9 @@ class StagedPlans:
     async def _ask_stager(self, key: OpKey, resumed: _Resumed, actor: str) -> None:
         try:
             handle = await asyncio.to_thread(ray_calls.get_actor, actor, self._namespace)
-            who, found = await asyncio.wait_for(handle.shares.remote(resumed.attempt), ASK_S)
+            who, found = await asyncio.wait_for(
+                handle.shares.remote(resumed.attempt), bounds.RESUMED_ANSWER_S
+            )
         except (ActorDiedError, ValueError):
             pass  # it is dead: the coordinator's watch detects that, if it matters
         except (RayError, asyncio.TimeoutError):

@@ -5,7 +5,7 @@ first. Its ranks send their requests to it, so that the coordinator receives a f
 instead of one from every rank. A batch has the same effect as its requests one by one.
 `GatheredCalls` is the rank's side.
 
-`BatchWindow` sends a batch when the requests of all ranks of the group have arrived, or `WAIT_S`
+`BatchWindow` sends a batch when the requests of all ranks of the group have arrived, or `GATHER_S`
 after the first one: ranks may be late, dead or not asked. *Why* at all: a call takes about 0.6 ms
 of the coordinator's CPU (measured with Ray 2.60), which is 0.6 s a phase with 1,024 ranks.
 
@@ -43,6 +43,7 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.coordinator.actor import coordinator_of
 from ray_dcp.coordinator.loop import Waiting
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
@@ -59,9 +60,6 @@ logger = logging.getLogger(__name__)
 MOST_GATHERERS = 64
 """Most gatherers, so also most messages that a coordinator receives in a phase. A job with no more
 ranks than this needs no gatherers."""
-
-WAIT_S = 0.1
-"""How long a message waits for the requests of other ranks, in seconds."""
 
 
 def group_of(rank: int, world_size: int, most: int = MOST_GATHERERS) -> range | None:
@@ -140,7 +138,7 @@ class BatchWindow:
     def take(self, request: Request) -> list[MessageBatch]:
         """Adds a rank's request; returns the messages to send now."""
         at = (request.key, step_of(request))
-        _, requests = self._steps.setdefault(at, (self._clock() + WAIT_S, {}))
+        _, requests = self._steps.setdefault(at, (self._clock() + bounds.GATHER_S, {}))
         requests[request.rank] = request
         return [self._take_batch(at)] if len(requests) == self._num_ranks else []
 
@@ -303,11 +301,6 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
     return actor.remote(coordinator, ranks, namespace, lease_s, ray_calls.storage_variables())
 
 
-ANSWER_S = 60.0
-"""How long a rank that sends no heartbeats waits for a reply before it calls the coordinator
-itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
-
-
 class GatheredCalls:
     """The calls of one rank of one session that are sent by a gatherer. Thread-safe.
 
@@ -350,7 +343,9 @@ class GatheredCalls:
             with ray_calls.starting_no_ray(), ray_calls.inside():
                 answer = self._handle.call.remote(request, caller, silence_s)
             # What shuts Ray down meanwhile ends the wait with a `RayError`.
-            done, _ = ray_calls.wait([answer], timeout=ANSWER_S if silence_s is None else silence_s)
+            done, _ = ray_calls.wait(
+                [answer], timeout=bounds.GATHERER_ANSWER_S if silence_s is None else silence_s
+            )
             if done:
                 reply: Reply | None = ray_calls.get(answer)
                 return reply

@@ -49,6 +49,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import LimitError
 from ray_dcp.events import Event
@@ -322,11 +323,6 @@ Performer = Callable[[Task], Result]
 MOST_SAVES = 64
 """Most saves that are recorded at a time: the end of older ones was never reported."""
 
-WAIT_S = 0.2
-"""How long the outcome may wait for a trace that takes longer than publishing `.metadata`, in
-seconds. A caller that lists the place after a save then finds the trace, unless the storage is
-slow."""
-
 
 class Tracing:
     """The traces of one coordinator's saves.
@@ -382,7 +378,7 @@ class Tracing:
                 writing = self._start_writer(save, command.task.target)
             result = performer(command.task)
             if writing is not None:
-                writing.join(WAIT_S)
+                writing.join(bounds.TRACE_S)
             return result
         start_s = self._clock()
         result = performer(command.task)

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import InvalidRequestError, LimitError
 
 
@@ -163,9 +164,6 @@ os.register_at_fork(after_in_child=_end_pauses)
 
 
 T = TypeVar("T")
-
-UNWIND_S = 1.0
-"""How long to wait for work that was asked to stop, in seconds. *Why*: it may clean up."""
 
 
 class Stop:
@@ -335,7 +333,7 @@ def run_within(
     within_s: float,
     stop: Stop,
     overdue: Callable[[], BaseException],
-    unwind_s: float = UNWIND_S,
+    unwind_s: float = bounds.UNWIND_S,
 ) -> T:
     """Calls `work` in a thread of its own under a deadline, and returns its result.
 

@@ -17,16 +17,13 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
+from ray_dcp.core.bounds import LEASE_S as LEASE_S
 from ray_dcp.core.json_text import to_json
 from ray_dcp.core.processes import pid_namespace, start_thread
 from ray_dcp.store.storage import Storage, read_if_there
 
-LEASE_S = 30.0
-"""Default time without a renewal after which a holder on another machine counts as dead, in
-seconds."""
-
 BEATS = 3
-"""Number of renewals within that time."""
+"""Number of renewals within the time without one after which a holder counts as dead."""
 
 
 @dataclass(frozen=True)

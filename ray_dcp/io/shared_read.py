@@ -25,10 +25,6 @@ from ray_dcp.format.manifest import FileEntry
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.store.storage import Storage, StorageWrapper, read_traits_of
 
-SHARE_TIMEOUT_S = 20.0
-"""How long a reader waits for other ranks to use the units it has offered, in seconds, before it
-declines its remaining units. *Why*: a frozen rank must not keep the others from reading."""
-
 _LOOK_S = 0.2
 
 Reads = tuple[Int32Array, Int64Array, Int64Array]
@@ -132,11 +128,11 @@ class SharedReadStorage(StorageWrapper):
         self._high: list[int] = share.high.tolist()
         self._is_mine: list[bool] = (share.reader == rank).tolist()
         self._reader: list[int] = share.reader.tolist()
-        bounds = np.searchsorted(share.file, np.arange(len(files) + 1)).tolist()
+        edges = np.searchsorted(share.file, np.arange(len(files) + 1)).tolist()
         self._units_of = {
-            key: (bounds[index], bounds[index + 1])
+            key: (edges[index], edges[index + 1])
             for index, key in enumerate(files)
-            if bounds[index] < bounds[index + 1]
+            if edges[index] < edges[index + 1]
         }
         self._left: list[int] = bytes_asked(share, reads).tolist()
         self._changed = threading.Condition()

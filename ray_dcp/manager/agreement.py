@@ -25,9 +25,6 @@ from ray_dcp.session.session import Session
 
 T = TypeVar("T")
 
-ASK_AGAIN_S = (0.0, 0.5, 2.0)
-"""Pauses before the storage is queried for an unknown outcome, in seconds."""
-
 
 def agree(
     session: Session,

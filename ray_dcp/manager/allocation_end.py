@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import begin, wait_any
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager.save_policies import BeforeEnd, seconds_of
@@ -17,11 +18,6 @@ logger = logging.getLogger(__name__)
 SLURM_END = "SLURM_JOB_END_TIME"
 """Variable in which Slurm gives the end of a job, in seconds since the epoch. A time limit that is
 changed later does not change it."""
-
-
-ANSWER_S = 1.0
-"""How long one decision waits for Ray's table of nodes, in seconds. *Why*: training goes on while
-the store of that table is away."""
 
 
 def node_of_ray() -> str:
@@ -106,7 +102,7 @@ class AllocationEnd:
         if self._asked is None:
             self._asked = begin(ray_calls.draining_nodes, "ray_dcp drained nodes")
             # Why only now: each step asks, and would wait again while the answer does not come.
-            wait_any([self._asked], ANSWER_S)
+            wait_any([self._asked], bounds.NODES_ANSWER_S)
         if self._asked.done():
             asked, self._asked = self._asked, None
             if (error := asked.exception()) is None:

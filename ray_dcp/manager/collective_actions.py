@@ -19,6 +19,7 @@ from ray_dcp import events
 from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -29,7 +30,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import contained
 from ray_dcp.loading import run_load
-from ray_dcp.manager.agreement import ASK_AGAIN_S, T, agree
+from ray_dcp.manager.agreement import T, agree
 from ray_dcp.manager.allocation_end import node_of_ray
 from ray_dcp.manager.background import Finisher, in_time
 from ray_dcp.manager.catalogue import Root, StepFound, look_at_step
@@ -317,7 +318,7 @@ class CollectiveActions:
             handle.result()
         except CommitUnknownError as unknown:
             url, found = handle.checkpoint_id, ""
-            for pause_s in ASK_AGAIN_S:
+            for pause_s in bounds.ASK_AGAIN_S:
                 time.sleep(pause_s)
                 with suppress(CheckpointError):
                     found = outcome(replace(self.root.target, url=url), unknown.attempt)

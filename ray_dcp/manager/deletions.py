@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -47,9 +48,6 @@ from ray_dcp.place.step_items import items_in, number_of
 from ray_dcp.store.storage import Entry, Storage
 
 logger = logging.getLogger(__name__)
-
-CLOSE_S = 60.0
-"""Maximum time that a writer waits for the current deletion pass when it ends, in seconds."""
 
 NotDeleted = Mapping[str, CheckpointError | None]
 """Folders that were not deleted, by name, with the error; None if the step is being read."""
@@ -92,7 +90,7 @@ class Remover:
             self.wake()
         return self._background.wait(timeout_s)
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float = bounds.DELETION_END_S) -> None:
         """Ends after the current pass, for which it waits up to a timeout."""
         self._is_closed = True
         self._background.wait(timeout_s)

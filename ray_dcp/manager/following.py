@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import StepNames
 from ray_dcp.format.recorded_metrics import RecordedMetric, metrics_of, recorded_in
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.job.part import check_run
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step
 from ray_dcp.manager.metrics import check_metrics
@@ -193,7 +193,7 @@ def _follow(
             and (trust is None or catalogue.is_trusted(one, trust))
         ]
         for one in todo:
-            with ReaderLease(root, one.step, lease_s=LEASE_S) as lease:
+            with ReaderLease(root, one.step, lease_s=bounds.LEASE_S) as lease:
                 found = look_at_step(root, one.name, one.step)
                 if found is None or (found.step, found.attempt) in seen:
                     continue  # deleted since it was listed

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.core.wire_error import add_note
 from ray_dcp.errors import (
@@ -29,7 +30,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.names import STEP_NAME, StepNames
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.job.part import Part, check_no_part, check_run
 from ray_dcp.manager.background import Ended, Finisher, in_time
 from ray_dcp.manager.catalogue import Root
@@ -84,11 +84,6 @@ _SAVE_PART = (
     "a manager commits steps of its own: give the part to ray_dcp.save(state, checkpoint_id=part), "
     "or async_save, on all ranks that save it"
 )
-
-DRAIN_S = 300.0
-"""Maximum time that `join` waits for deletions, in seconds."""
-CLOSE_S = 120.0
-"""Maximum time that `close` waits for the release of the writer lease, in seconds."""
 
 
 class CheckpointManager:
@@ -179,7 +174,7 @@ class CheckpointManager:
         read_only: bool = False,
         takeover: bool = False,
         sync_every: int = 1,
-        lease_s: float = LEASE_S,
+        lease_s: float = bounds.LEASE_S,
         on_failure: Callable[[int, CheckpointError], object] | None = None,
         trust: TrustRule | None = None,
         hold_s: float | None = None,
@@ -514,8 +509,8 @@ class CheckpointManager:
         """
         self._check_process()
         failed, self._failed = self._failed + self._failures(), []
-        if not self._writer.remover.drain(DRAIN_S):
-            logger.warning("Deletions in %s still go on after %g s", self.path, DRAIN_S)
+        if not self._writer.remover.drain(bounds.DRAIN_S):
+            logger.warning("Deletions in %s still go on after %g s", self.path, bounds.DRAIN_S)
         errors = [one.error for one in failed if one.error is not None]
         if errors:
             for one in failed[1:]:
@@ -682,10 +677,10 @@ class CheckpointManager:
             if self._exporter is not None:
                 self._exporter.close()
                 # Why again: retention could not delete a step while it was exported.
-                self._writer.remover.drain(DRAIN_S)
+                self._writer.remover.drain(bounds.DRAIN_S)
             self._preemption.stop()
             try:
-                in_time(CLOSE_S, f"closing {self!r}", self._writer.close)
+                in_time(bounds.CLOSE_S, f"closing {self!r}", self._writer.close)
             except StorageError as error:
                 logger.warning("%s", error)
             # Why last: the lease of a close that is interrupted is released by the next call.

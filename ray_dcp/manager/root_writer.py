@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -44,7 +45,6 @@ from ray_dcp.manager.catalogue import (
     write_catalogue,
 )
 from ray_dcp.manager.deletions import (
-    CLOSE_S,
     Deletions,
     Going,
     Remover,
@@ -675,7 +675,7 @@ class Writer:
         except StorageError as error:
             logger.info("Steps of %s are not marked as damaged: %s", self.root.url, error)
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float = bounds.DELETION_END_S) -> None:
         """Releases the lease, after waiting up to a timeout for the current deletion pass."""
         self.remover.close(timeout_s)
         try:

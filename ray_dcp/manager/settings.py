@@ -8,9 +8,9 @@ from typing import Any, TypeVar, get_args
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.names import StepNames
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.job.part import check_no_part
 from ray_dcp.manager.retention import (
     LatestN,
@@ -103,7 +103,7 @@ class Settings:
     order: Order = "increasing"
     takeover: bool = False
     sync_every: int = 1
-    lease_s: float = LEASE_S
+    lease_s: float = bounds.LEASE_S
     trust: Trust | None = None
     """Which steps are trusted; None if nothing is known of that."""
     parts_beside: bool = False

@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointExistsError,
     InvalidRequestError,
 )
 from ray_dcp.io.lease_holders import (
     BEATS,
-    LEASE_S,
     UNREADABLE,
     LeaseHolder,
     read_holder,
@@ -64,7 +64,7 @@ class WriterLease:
         self,
         root: Root,
         *,
-        lease_s: float = LEASE_S,
+        lease_s: float = bounds.LEASE_S,
         holder: LeaseHolder | None = None,
     ) -> None:
         self._root = root

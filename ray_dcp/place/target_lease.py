@@ -23,10 +23,10 @@ from functools import partial
 from ray_dcp.commit_protocol.garbage import LEASE, owner_of, sweep
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Won
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, CommitUnknownError
 from ray_dcp.io.lease_holders import (
     BEATS,
-    LEASE_S,
     UNREADABLE,
     LeaseHolder,
     read_holder,
@@ -84,7 +84,7 @@ def writing_to(
     work: str,
     *,
     opener: Opener = open_storage,
-    lease_s: float = LEASE_S,
+    lease_s: float = bounds.LEASE_S,
     attempts: bool = True,
 ) -> Iterator[TargetLease]:
     """Holds the lease of a place in the block; ends what dead processes left there.

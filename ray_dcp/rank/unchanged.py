@@ -7,10 +7,10 @@ them, or has read them through their checksums. The writer compares checksums.
 
 What it reads, it reads after the commit, in threads of its own: the manifest and the ends of this
 rank's own files; then, at low priority, all bytes of files that come due. A process that goes on
-with a run reads the files of its newest steps for `WAIT_S`, and writes what it could not read.
-What can't be read is not known, and costs bytes. After damage was found in the run, by whatever
-part of this process, or by another one that marked a step, nothing is known any more, and the next
-save writes everything.
+with a run reads the files of its newest steps for `SETTLED_READ_S`, and writes what it could not
+read. What can't be read is not known, and costs bytes. After damage was found in the run, by
+whatever part of this process, or by another one that marked a step, nothing is known any more, and
+the next save writes everything.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ray_dcp.commit_protocol.messages import FileReceipt, SaveGo, SaveOutcome, Target
+from ray_dcp.core import bounds
 from ray_dcp.core.checksums import CHECK_BYTES, digest, num_blocks_many
 from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.dtypes import ITEMSIZE
@@ -59,9 +60,6 @@ LEAST_SETTLED_BYTES = 1 << 20
 WORTH_A_PLAN = 8
 """What is found to be settled moves to the settled files only if it has an eighth of their bytes:
 all of them are written anew then."""
-WAIT_S = 1.0
-"""How long a save waits for what is read of the last one, in seconds; it mostly ended long ago. The
-first save of a process waits as long for files of its run to be read, and writes the others."""
 SLOW_S = 600.0
 """How long the files that come due are read, in seconds, before a later save warns of it."""
 _MOST_RUNS = 8
@@ -354,7 +352,7 @@ def _read(run: _Run, work: Callable[[], None]) -> None:
 
 def _wait(run: _Run) -> None:
     if run.reading is not None:
-        wait_any([run.reading], WAIT_S)
+        wait_any([run.reading], bounds.SETTLED_READ_S)
 
 
 def _run_of(url: str) -> tuple[str, str]:
@@ -429,7 +427,7 @@ def _check_found(save: _Planned, opener: Callable[[Target], Storage]) -> None:
     # Suppressed: the node has no thread left; everything is written.
     with suppress(LimitError):
         run.checking = begin(partial(_checked, check), "ray_dcp reads what may be linked")
-        wait_any([run.checking], WAIT_S)
+        wait_any([run.checking], bounds.SETTLED_READ_S)
     # Why stopped: what was not read by now is written by this save, and known from then on.
     stop.because(SaveCancelledError("the save writes these files"))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
 from ray_dcp.coordinator.metrics import count
+from ray_dcp.core import bounds
 from ray_dcp.core.wire_error import message_of
 from ray_dcp.errors import CheckpointError
 from ray_dcp.events import Event, contained, outcome_of
@@ -23,9 +24,6 @@ from ray_dcp.session.session import Session
 
 if TYPE_CHECKING:
     from ray_dcp.torch_adapter.operation_log import OperationLog
-
-LEAVING_S = 10.0
-"""How long an interrupted rank may take to report that, in seconds."""
 
 
 class Call:
@@ -119,7 +117,7 @@ class Call:
         finally:
             self._session.end_call(self.progress)
 
-    def leave(self, error: BaseException, wait_s: float = LEAVING_S) -> None:
+    def leave(self, error: BaseException, wait_s: float = bounds.LEAVING_S) -> None:
         """Reports that this rank leaves the call by an error, unless it has its outcome.
 
         Args:

@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ray_dcp.commit_protocol.error_aggregation import combine
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import begin
 from ray_dcp.errors import (
     CheckpointError,
@@ -34,9 +35,9 @@ from ray_dcp.session.job_store import (
     job_store,
     naming_lost_ranks,
 )
-from ray_dcp.session.meeting import FIRST_CALL_S, await_group
+from ray_dcp.session.meeting import await_group
 from ray_dcp.session.names import NAMESPACE
-from ray_dcp.session.session import LEASE_S, Session, group_name, named_address, sessions
+from ray_dcp.session.session import Session, group_name, named_address, sessions
 from ray_dcp.session.socket_session import forget_key, join_by_store
 
 
@@ -58,7 +59,7 @@ def connect(
     name: str | None = None,
     namespace: str = NAMESPACE,
     timeout_s: float = 600.0,
-    lease_s: float = LEASE_S,
+    lease_s: float = bounds.ACTOR_LEASE_S,
 ) -> Session:
     """Returns the session of this process among ranks that share only a name.
 
@@ -111,7 +112,7 @@ def connect(
 
 
 def current_session(
-    process_group: Any = None, no_dist: bool = False, timeout_s: float = FIRST_CALL_S
+    process_group: Any = None, no_dist: bool = False, timeout_s: float = bounds.FIRST_CALL_S
 ) -> Session | None:
     """Returns this rank's session for a group, and creates it on the first call.
 
@@ -220,7 +221,7 @@ def check_connect(address: Any, rank: Any, world_size: Any, name: Any) -> None:
         )
 
 
-def session_of(process_group: Any, timeout_s: float = FIRST_CALL_S) -> Session | None:
+def session_of(process_group: Any, timeout_s: float = bounds.FIRST_CALL_S) -> Session | None:
     """Returns the session of a group, created on the first call; None if the process is alone.
 
     Args:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ray_dcp.commit_protocol.liveness import (
-    OUT_OF_REACH_S,
     AwakeClock,
     Heartbeat,
     HeartbeatAck,
     beat_interval_s,
 )
 from ray_dcp.commit_protocol.messages import Left, OpKey
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError, DeadlineError, LimitError, ParticipantError
 from ray_dcp.session.rank_progress import RankProgress
@@ -40,10 +40,6 @@ TICK_S = 1.0
 
 MOST_UNANSWERED = 3
 """Most heartbeats without an answer; a frozen coordinator gets no more."""
-
-LEFT_TIMEOUT_S = 60.0
-"""Silence of the coordinator, in seconds, that means that it is frozen, while only left operations
-are reported."""
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +196,7 @@ class HeartbeatSender:
             wait_s: How long to wait until a coordinator has received it, in seconds.
         """
         with self._changed:
-            self._left[left] = time.monotonic() + OUT_OF_REACH_S
+            self._left[left] = time.monotonic() + bounds.OUT_OF_REACH_S
             self._first_send_s = 0.0
             # Suppressed: without a thread the others see that this rank is not present any more.
             with suppress(LimitError):
@@ -277,7 +273,7 @@ class HeartbeatSender:
                     self._changed.wait(min(wait_s, TICK_S))
                     self._clock.tick()
                     continue
-            timeout_s = min(active.values(), default=LEFT_TIMEOUT_S)
+            timeout_s = min(active.values(), default=bounds.LEFT_TIMEOUT_S)
             interval_s = beat_interval_s(timeout_s)
             now_s = self._clock.tick()
             beat = self._beat(active, timeout_s, interval_s)

@@ -14,6 +14,7 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import begin
 from ray_dcp.errors import (
     CheckpointError,
@@ -32,11 +33,7 @@ def job_place() -> tuple[Any, int | None]:
     return job_store(), distributed.get_rank()
 
 
-STORE_S = 20.0
-"""How long the store of a job may take to accept a client, in seconds."""
-
-
-def job_store(timeout_s: float = STORE_S) -> Any:
+def job_store(timeout_s: float = bounds.STORE_S) -> Any:
     """Returns a client of the store of torch's default process group; None if there is none.
 
     Each call returns a client of its own. *Why*: a client that waits holds a lock, without which
@@ -58,7 +55,7 @@ def job_store(timeout_s: float = STORE_S) -> Any:
         return store
     # Why a thread: torch tries for as long as the store's timeout, half an hour, also to reach a
     # process that has ended. The thread ends with that.
-    timeout_s = min(timeout_s, STORE_S)
+    timeout_s = min(timeout_s, bounds.STORE_S)
     try:
         return begin(store.clone, "torch's store").result(timeout_s)
     except futures.TimeoutError:

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     DeadlineError,
     RankDisagreementError,
 )
-from ray_dcp.options import SaveOptions
 from ray_dcp.session.job_store import (
     JOB_KEY,
     await_keys,
@@ -34,17 +33,13 @@ LOOK_S = 10.0
 come."""
 
 
-FIRST_CALL_S = SaveOptions.plan_timeout_s
-"""How long to wait for the other ranks in a call without options, in seconds."""
-
-
 def await_group(
     store: Any,
     ranks: Sequence[int],
     rank: int,
     look_s: float = LOOK_S,
     *,
-    timeout_s: float = FIRST_CALL_S,
+    timeout_s: float = bounds.FIRST_CALL_S,
     name: str = "",
 ) -> None:
     """Waits until all ranks of a group create their session, as long as they may still do so.
@@ -76,7 +71,7 @@ def await_group(
             meeting.follow()
             continue
         waited_s = time.monotonic() - begin_s
-        if waited_s >= LONG_WAIT_S and not is_logged:
+        if waited_s >= bounds.LONG_WAIT_S and not is_logged:
             logger.warning(
                 "Rank %d has waited %.0f s to make a session: %s of the process group called "
                 "neither save nor load. All ranks of a group have to",

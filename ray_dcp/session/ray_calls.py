@@ -46,15 +46,11 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, OUT_OF_REACH_S
+from ray_dcp.core import bounds
 from ray_dcp.core.wire_error import from_wire
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
 from ray_dcp.stage.node_memory import ObjectStoreFile
 from ray_dcp.store.environment import StorageVariables, is_of_storages
-
-SLICE_S = 0.1
-"""Longest time that a waiting thread stays inside Ray, in seconds; `ray.shutdown` may take so much
-longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +129,12 @@ def wait(
         left_s = max(0.0, end_s - time.monotonic())
         with inside():
             done, others = _wait(
-                refs, num_returns=num_returns, timeout=min(left_s, SLICE_S), fetch_local=False
+                refs,
+                num_returns=num_returns,
+                timeout=min(left_s, bounds.SLICE_S),
+                fetch_local=False,
             )
-        if len(done) >= num_returns or left_s <= SLICE_S:
+        if len(done) >= num_returns or left_s <= bounds.SLICE_S:
             return done, others
 
 
@@ -324,11 +323,6 @@ def _ask_before_init() -> None:
     auto_init_hook.auto_init_ray = init_unless_asked_not_to
 
 
-CALLS_END_S = 10.0
-"""Longest time that `ray.shutdown` waits until no thread is in `ray_calls`, in seconds. Only a call
-that Ray itself delays needs so long, for a large value or a control store that hangs."""
-
-
 before_shutdown: dict[str, Callable[[], object]] = {}
 """What a driver calls before it disconnects from Ray, by name. *Why*: the cluster that it started
 ends with it, and with that what the stagers hold."""
@@ -363,7 +357,7 @@ def survive_shutdown() -> None:
         mine = worker.global_worker
         if mine.mode == driver and hasattr(mine, "core_worker"):
             mine.core_worker = _EndedCoreWorker(mine.core_worker)
-            wait_until_left(CALLS_END_S)
+            wait_until_left(bounds.CALLS_END_S)
 
     worker.disconnect = disconnect_and_refuse
 
@@ -612,9 +606,6 @@ def store_bytes(node_id: str) -> float:
 MOST_MADE = 20
 """Most times that an actor which died for good is created again for one call."""
 
-REACHED_S = 10.0
-"""A call that lasted longer than this, in seconds, had reached the actor."""
-
 LOOK_S = 0.5
 """Interval at which a waiting call checks whether it is still useful, in seconds."""
 
@@ -682,19 +673,19 @@ def call_actor(
             fresh = isinstance(error, ActorDiedError)
             failed, num_made = True, num_made + fresh
             now_s = time.monotonic()
-            if lost_s is None or now_s - begin_s > REACHED_S:
+            if lost_s is None or now_s - begin_s > bounds.REACHED_S:
                 lost_s, pause_s = now_s, _PAUSE_S[0]
-            is_over = now_s >= lost_s + OUT_OF_REACH_S or left_s() <= 0
+            is_over = now_s >= lost_s + bounds.OUT_OF_REACH_S or left_s() <= 0
             if num_made >= MOST_MADE or is_over:
                 raise _out_of_reach(error, who, rank) from error
-            if now_s - lost_s > LONG_WAIT_S and not is_logged:
+            if now_s - lost_s > bounds.LONG_WAIT_S and not is_logged:
                 is_logged = True
                 logger.warning(
                     "No call has reached %s for %.0f s (Ray reports: %s); it fails after %g s",
                     who,
                     now_s - lost_s,
                     error,
-                    OUT_OF_REACH_S,
+                    bounds.OUT_OF_REACH_S,
                 )
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
             raise _out_of_reach(error, who, rank) from error

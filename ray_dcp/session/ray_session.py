@@ -20,11 +20,12 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, SaveJoin
-from ray_dcp.commit_protocol.replica_quorum import PRESENT_S, ReadyToSave, SaveQuorum
+from ray_dcp.commit_protocol.replica_quorum import ReadyToSave, SaveQuorum
 from ray_dcp.coordinator.actor import coordinator_of
 from ray_dcp.coordinator.gatherer import GatheredCalls
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
@@ -37,14 +38,11 @@ from ray_dcp.session.heartbeat import (
 from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.names import NAMESPACE, coordinator_name, pulse_name, staged_plan_name
 from ray_dcp.session.ray_calls import call_actor
-from ray_dcp.session.session import LEASE_S, MARGIN_S, Connection, Session, named_address, sessions
+from ray_dcp.session.session import Connection, Session, named_address, sessions
 from ray_dcp.session.shared_reads import RayPeers
 from ray_dcp.stage.link import RankStaging
 from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.store.environment import StorageVariables
-
-PROBE_S = 10.0
-"""How long a cluster's control store may take to accept a connection, in seconds."""
 
 
 def attached_address() -> str | None:
@@ -128,12 +126,7 @@ def _probe(address: str) -> None:
     """Raises `OSError` if nothing listens at `host:port`; Ray itself retries for many minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():  # else a word that only Ray knows, such as "auto"
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-
-
-KILL_S = 15.0
-"""How long a process that is being killed may take to end, in seconds, before it counts as frozen
-again: Ray asks it first, and a stopped process does not answer."""
+        socket.create_connection((host.strip("[]"), int(port)), bounds.PROBE_S).close()
 
 
 class RayHeartbeats(HeartbeatTransport):
@@ -226,7 +219,7 @@ class RayHeartbeats(HeartbeatTransport):
 
     @property
     def _is_being_replaced(self) -> bool:
-        return time.monotonic() < self._killed_s + KILL_S
+        return time.monotonic() < self._killed_s + bounds.KILL_S
 
     def may_continue(self, key: OpKey) -> bool:
         """See `HeartbeatTransport.may_continue`."""
@@ -299,7 +292,7 @@ class RaySession(Session):
         *,
         actor: str | None = None,
         namespace: str = NAMESPACE,
-        lease_s: float = LEASE_S,
+        lease_s: float = bounds.ACTOR_LEASE_S,
     ) -> None:
         self._actor = actor or name
         self.namespace = namespace
@@ -369,7 +362,7 @@ class RaySession(Session):
             ParticipantError: The coordinator is out of reach.
         """
         self._check_open()
-        self._ask("register", self.name, self.rank, self._sender, timeout_s=MARGIN_S)
+        self._ask("register", self.name, self.rank, self._sender, timeout_s=bounds.MARGIN_S)
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """See `Session.call`."""
@@ -388,16 +381,16 @@ class RaySession(Session):
             DeadlineError: Some ranks did not come in time; the message names them.
             RankDisagreementError: The ranks differ about their number.
         """
-        answer = self._enter(token, min(timeout_s, LONG_WAIT_S))
-        if not isinstance(answer, str) and timeout_s > LONG_WAIT_S:
+        answer = self._enter(token, min(timeout_s, bounds.LONG_WAIT_S))
+        if not isinstance(answer, str) and timeout_s > bounds.LONG_WAIT_S:
             logger.warning(
                 "Rank %d has waited %g s to connect as %r: %s did not come yet",
                 self.rank,
-                LONG_WAIT_S,
+                bounds.LONG_WAIT_S,
                 self._actor,
                 name_ranks(answer),
             )
-            answer = self._enter(token, timeout_s - LONG_WAIT_S)
+            answer = self._enter(token, timeout_s - bounds.LONG_WAIT_S)
         if isinstance(answer, str):
             return answer
         raise DeadlineError(
@@ -413,7 +406,7 @@ class RaySession(Session):
             self.world_size,
             token,
             timeout_s,
-            timeout_s=timeout_s + MARGIN_S,
+            timeout_s=timeout_s + bounds.MARGIN_S,
         )
         return answer
 
@@ -435,12 +428,12 @@ class RaySession(Session):
 
     def begin_replica(self) -> None:
         """Registers this process as the replica of `own_values`."""
-        self._ask("begin_replica", *self.own_values, self._sender, timeout_s=MARGIN_S)
+        self._ask("begin_replica", *self.own_values, self._sender, timeout_s=bounds.MARGIN_S)
 
     def ready(self, request: ReadyToSave) -> SaveQuorum | None:
         """Returns with whom this replica saves a step; None if others do, or did, without it."""
         found: SaveQuorum | None = self._ask(
-            "ready", request, self._sender, timeout_s=PRESENT_S + MARGIN_S
+            "ready", request, self._sender, timeout_s=bounds.PRESENT_S + bounds.MARGIN_S
         )
         return found
 
@@ -480,7 +473,7 @@ class RaySession(Session):
         self.connection.check()  # else Ray would start anew where it was shut down
         variables = ray_calls.storage_variables()
         if self._variables is not None and variables.values != self._variables.values:
-            self._ask("renew", variables, timeout_s=MARGIN_S)
+            self._ask("renew", variables, timeout_s=bounds.MARGIN_S)
             self._variables = variables
 
     def _look_up(self, fresh: bool) -> Any:

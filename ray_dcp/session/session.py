@@ -46,7 +46,8 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.loop import CoordinatorLoop, LoopThread
 from ray_dcp.coordinator.metrics import Performer
-from ray_dcp.core.processes import UNWIND_S, OwnProcess, ProcessLock, wait_any
+from ray_dcp.core import bounds
+from ray_dcp.core.processes import OwnProcess, ProcessLock, wait_any
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -65,11 +66,6 @@ from ray_dcp.session.rank_progress import RankProgress
 if TYPE_CHECKING:
     from ray_dcp.session.shared_reads import RayPeers
 
-LEASE_S = 120.0
-"""How long an unused detached actor stays, in seconds: longer than any pause between the start of
-two ranks, and short enough to be in nobody's way. The next call creates it again."""
-
-
 MOST_CALLS = 1_000_000
 """Most calls of an actor that wait at once; each rank waits in two or three. *Why*: Ray admits 1000
 by default, so that with more ranks the last one to join would never be admitted."""
@@ -83,11 +79,6 @@ def named_address() -> str | None:
 def group_name(first_rank: int, world_size: int) -> str:
     """Returns a new name for the session of a torch process group."""
     return f"group-{first_rank}-{world_size}-{secrets.token_hex(8)}"
-
-
-MARGIN_S = 120.0
-"""How much longer than the coordinator's own deadlines a rank waits for it, in seconds. The
-coordinator knows which ranks are missing, so its error is the better one."""
 
 
 _PLAN_PHASES = 5
@@ -115,13 +106,13 @@ def longest_s(request: Request, options: SaveOptions | LoadOptions) -> float:
         options: Options of its operation.
     """
     if isinstance(request, Exchange):
-        return request.timeout_s + MARGIN_S
+        return request.timeout_s + bounds.MARGIN_S
     if isinstance(request, Opening):
         phases = _OPEN_PHASES if isinstance(options, LoadOptions) else _PLAN_PHASES
-        return phases * options.plan_timeout_s + MARGIN_S
+        return phases * options.plan_timeout_s + bounds.MARGIN_S
     if isinstance(options, LoadOptions):
-        return options.plan_timeout_s + options.read_timeout_s + MARGIN_S
-    return options.write_timeout_s + _COMMIT_PHASES * options.commit_timeout_s + MARGIN_S
+        return options.plan_timeout_s + options.read_timeout_s + bounds.MARGIN_S
+    return options.write_timeout_s + _COMMIT_PHASES * options.commit_timeout_s + bounds.MARGIN_S
 
 
 class Session(ABC):
@@ -247,7 +238,7 @@ class Session(ABC):
             InvalidRequestError: The session is closed.
         """
         self._check_open()
-        cancelled: bool = self._ask("cancel", key, reason, timeout_s=MARGIN_S)
+        cancelled: bool = self._ask("cancel", key, reason, timeout_s=bounds.MARGIN_S)
         return cancelled
 
     # For a call of the user
@@ -272,7 +263,7 @@ class Session(ABC):
     def coordinator_info(self) -> dict[str, Any]:
         """Returns the coordinator's `epoch`, `pid`, `node_id` and `active` operations."""
         self._check_open()
-        info: dict[str, Any] = self._ask("info", timeout_s=MARGIN_S)
+        info: dict[str, Any] = self._ask("info", timeout_s=bounds.MARGIN_S)
         return info
 
     def peers(self) -> RayPeers | None:
@@ -547,7 +538,7 @@ RANK = 0
 class _InlineLoop(CoordinatorLoop):
     """The loop, with a call by which its only rank leaves an operation."""
 
-    _grace_s = 2 * UNWIND_S  # Why: the rank reports its own deadline first, with the file.
+    _grace_s = bounds.OWN_DEADLINE_S
 
     def __init__(self, performer: Performer | None) -> None:
         super().__init__(performer=performer)
@@ -624,7 +615,7 @@ class InlineSession(LinkSession):
         """
         self._check_open()
         # Why not `_ask`: a second Ctrl-C would cancel the call before the loop has begun it.
-        wait_any([self._link.ask("withdraw", left, wait_s)], wait_s + UNWIND_S)
+        wait_any([self._link.ask("withdraw", left, wait_s)], wait_s + bounds.UNWIND_S)
 
     @property
     def _link(self) -> LoopThread[_InlineLoop]:

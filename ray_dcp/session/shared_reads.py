@@ -19,15 +19,11 @@ from ray.exceptions import RayError
 
 from ray_dcp.commit_protocol.load import Decline, Give, ReadMessage, Skip, Take
 from ray_dcp.commit_protocol.messages import OpKey
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError
-from ray_dcp.io.shared_read import SHARE_TIMEOUT_S
 from ray_dcp.planning.reads import UNIT_BYTES
 from ray_dcp.session import ray_calls
 from ray_dcp.stage.node_memory import NoRoomError
-
-TAKE_TIMEOUT_S = 1.5 * SHARE_TIMEOUT_S
-"""How long a rank waits for a unit, in seconds: longer than its reader, which may wait for others
-before it declines."""
 
 LOOK_S = 0.2
 """Interval at which a rank that waits checks whether the load has failed, in seconds."""
@@ -127,7 +123,7 @@ class RayTransport:
 
     def has_room(self) -> bool:
         """See `Transport.has_room`."""
-        end_s = time.monotonic() + SHARE_TIMEOUT_S
+        end_s = time.monotonic() + bounds.SHARE_TIMEOUT_S
         while not self._left and time.monotonic() <= end_s:
             with self._changed:
                 for unit in self._used & self._given.keys() - self._replies.keys():
@@ -163,15 +159,15 @@ class RayTransport:
         if reader in self._silent:
             self.skip([unit])
             return None
-        reply = self._send(Take(self._key, self._rank, unit, TAKE_TIMEOUT_S))
+        reply = self._send(Take(self._key, self._rank, unit, bounds.TAKE_TIMEOUT_S))
         handle = None if reply is None else self._wait(reply)
         try:
             if handle is not None:
                 view: memoryview | None = None
                 if handle:
-                    view = ray_calls.get(handle[0], timeout=SHARE_TIMEOUT_S).data
+                    view = ray_calls.get(handle[0], timeout=bounds.SHARE_TIMEOUT_S).data
                 return view
-            why = f"nothing came from it in {TAKE_TIMEOUT_S:g} s"
+            why = f"nothing came from it in {bounds.TAKE_TIMEOUT_S:g} s"
         except RayError as error:
             why = str(error)
         self.skip([unit])
@@ -213,7 +209,7 @@ class RayTransport:
         Raises:
             CheckpointError: `check` raised it.
         """
-        end_s = time.monotonic() + TAKE_TIMEOUT_S + SHARE_TIMEOUT_S
+        end_s = time.monotonic() + bounds.TAKE_TIMEOUT_S + bounds.SHARE_TIMEOUT_S
         try:
             while not ray_calls.wait([reply], timeout=LOOK_S)[0]:
                 self._check()

@@ -37,9 +37,10 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.coordinator.loop import CoordinatorLoop, LoopThread, Member
 from ray_dcp.coordinator.metrics import Performer
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import OwnProcess, network_namespace
 from ray_dcp.core.wire_error import from_wire, text_of, to_wire
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
@@ -52,24 +53,8 @@ from ray_dcp.session.heartbeat import (
 from ray_dcp.session.job_store import await_keys, job_store
 from ray_dcp.session.session import LinkSession, closed_meanwhile
 
-RETURN_S = 0.5
-"""How long a rank whose connection closed may take to connect again, in seconds."""
-
-HANDSHAKE_S = 10.0
-"""How long one end may take to authenticate, in seconds."""
-
-SERVED_S = 3.0
-"""The same for whoever connects to rank 0, in seconds; a rank that was late tries again."""
-
 MOST_STRANGERS = 256
 """Most connections that have not authenticated; less where few files may be open. More wait."""
-
-GRACE_S = 0.25
-"""How long such a connection is kept at least, in seconds, where others wait for its place."""
-
-EXIT_S = 10.0
-"""How long the process of rank 0 waits at its exit until the other ranks have their answers, in
-seconds."""
 
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -140,7 +125,7 @@ class Channel:
             for option in _OPTIONS:
                 sock.setsockopt(*option)
             channel = cls(sock, *await asyncio.open_connection(sock=sock, limit=_READ_BYTES))
-            limit_s = min(SERVED_S, HANDSHAKE_S) if serves else HANDSHAKE_S
+            limit_s = min(bounds.SERVED_S, bounds.HANDSHAKE_S) if serves else bounds.HANDSHAKE_S
             await asyncio.wait_for(channel._authenticate(key, serves), limit_s)
         except BaseException:
             if channel is not None:
@@ -252,7 +237,7 @@ class _ServingLoop(CoordinatorLoop):
                 for one, (host, begin_s) in self._strangers.items()
                 if host == busiest
             )
-            left_s = begin_s + GRACE_S - self._loop.time()
+            left_s = begin_s + bounds.STRANGER_S - self._loop.time()
             if left_s <= 0:
                 del self._strangers[first]
                 first.cancel()
@@ -292,7 +277,7 @@ class _ServingLoop(CoordinatorLoop):
         channel.close()
         if member is not None and self.channels.get(member) is channel:
             del self.channels[member]
-            self._loop.call_later(RETURN_S, self._check_returned, member, place)
+            self._loop.call_later(bounds.RETURN_S, self._check_returned, member, place)
 
     def _check_returned(self, member: Member, place: str) -> None:
         if member not in self.channels:
@@ -322,7 +307,7 @@ class _ServingLoop(CoordinatorLoop):
         self._accepting.cancel()
         _open.discard(self._server)
         self._server.close()
-        end_s = self._loop.time() + EXIT_S
+        end_s = self._loop.time() + bounds.EXIT_S
         await self.leave(session, 0)
         while (self._performing or self._coordination.active) and self._loop.time() < end_s:
             await asyncio.sleep(0.01)
@@ -372,12 +357,9 @@ class SocketCoordinator(LoopThread[_ServingLoop]):
         atexit.unregister(self.close)
         # Suppressed: nobody waits longer.
         with suppress(CheckpointError, futures.TimeoutError):
-            self.ask("shut", self._session).result(EXIT_S + 1.0)
+            self.ask("shut", self._session).result(bounds.EXIT_S + bounds.UNWIND_S)
         self.stop()
 
-
-JOIN_S = 60.0
-"""How long the ranks wait for each other while they connect, in seconds."""
 
 _REPORT_EVERY_S = 60.0
 """Interval at which refused connections are reported, in seconds."""
@@ -420,7 +402,7 @@ class _Calling:
             TimeoutError: It does not answer.
         """
         # Why again: rank 0 drops connections that take long, where there are many.
-        channel = self.channel = await self._connected_within(JOIN_S)
+        channel = self.channel = await self._connected_within(bounds.JOIN_S)
         self._running = asyncio.ensure_future(self._run(channel))
 
     async def call(self, message: Any) -> Any:
@@ -451,7 +433,7 @@ class _Calling:
                     self._resolve_answer(*await channel.receive())
             channel.close()
             try:
-                channel = await self._connected_within(OUT_OF_REACH_S)
+                channel = await self._connected_within(bounds.OUT_OF_REACH_S)
             except CLOSED as error:
                 ended = self._ended = self._on_end(error)
                 for _, answer in self.unanswered.values():
@@ -546,7 +528,7 @@ class SocketLink:
         sock.setblocking(False)
         try:
             connected = asyncio.get_running_loop().sock_connect(sock, (host, port))
-            await asyncio.wait_for(connected, HANDSHAKE_S)
+            await asyncio.wait_for(connected, bounds.HANDSHAKE_S)
         except BaseException:
             sock.close()
             raise
@@ -750,13 +732,13 @@ def _key(name: str) -> str:
 
 
 def _wait(store: Any, keys: Sequence[str], who: str, rank: int) -> None:
-    if missing := await_keys(store, keys, JOIN_S):
+    if missing := await_keys(store, keys, bounds.JOIN_S):
         names = (
             ", ".join(f"rank {key.rpartition('/')[2]}" for key in missing[:8]) if rank == 0 else who
         )
         raise ParticipantError(
-            f"Expected {who} to come to the session within {JOIN_S:g} s, but {names} did not. Look "
-            f"whether it lives, then call again",
+            f"Expected {who} to come to the session within {bounds.JOIN_S:g} s, but {names} did "
+            f"not. Look whether it lives, then call again",
             rank=rank,
         )
 

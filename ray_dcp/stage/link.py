@@ -27,8 +27,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import Stop, begin, pid_namespace, wait_all
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
@@ -38,7 +38,6 @@ from ray_dcp.rank.rank_save import Captured
 from ray_dcp.session import ray_calls
 from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.ray_calls import call_actor, check_ray
-from ray_dcp.session.session import LEASE_S
 from ray_dcp.stage.copy_threads import copying_threads
 from ray_dcp.stage.node_memory import NoRoomError
 from ray_dcp.stage.orders import Grant, StageKey, StageOrder, StageProgress, Unknown
@@ -47,17 +46,10 @@ from ray_dcp.stage.stager import StagingAddress, stager_of
 from ray_dcp.stage.stager_options import SHARE_OF_STORE, StagerOptions
 from ray_dcp.stage.window_filler import Filler, Pin, deferred_items, drain, filler_of, window_parts
 from ray_dcp.stage.windows import lay_out_windows
-from ray_dcp.stage.write_queue import LINGER_S, step_behind
+from ray_dcp.stage.write_queue import step_behind
 from ray_dcp.store.environment import StorageVariables
 
 logger = logging.getLogger(__name__)
-
-START_S = 300.0
-"""How long a stager may take to start and to answer a first call, in seconds: its process imports
-torch, on a node that is busy training."""
-
-ENTER_S = 60.0
-"""How long one that has started may take to answer, in seconds."""
 
 
 class StagerGone(Exception):
@@ -280,14 +272,6 @@ def transfer(
     return layout.total_bytes
 
 
-OTHERS_S = 10.0
-"""How long a rank waits for room that saves of other sessions have, in seconds: their storage may
-hang. It stages in its own process then."""
-
-ROOM_LOOK_S = 2.0
-"""How often a rank that waits for room asks who has it, in seconds."""
-
-
 def wait_for_room(
     order: StageOrder,
     num_granted: int,
@@ -306,13 +290,13 @@ def wait_for_room(
             end.
 
     Raises:
-        NoRoomError: Saves of other sessions have had the room for `OTHERS_S`.
+        NoRoomError: Saves of other sessions have had the room for `ROOM_OTHERS_S`.
         DeadlineError: There was none within `timeout_s`.
     """
     begun_s, is_logged = time.monotonic(), False
     try:
         while True:
-            grant: Grant = call("more", order.key, num_granted, min(ROOM_LOOK_S, timeout_s))
+            grant: Grant = call("more", order.key, num_granted, min(bounds.ROOM_LOOK_S, timeout_s))
             waited_s = time.monotonic() - begun_s
             if grant.num_windows > num_granted:
                 return grant
@@ -320,7 +304,9 @@ def wait_for_room(
             waits_for(f"room for staged bytes: {text}")
             own = order.key.save.session
             # Why not of its own session: it may as well wait for the storage as go on filling it.
-            if waited_s >= OTHERS_S and all(one.session != own for one in grant.holders):
+            if waited_s >= bounds.ROOM_OTHERS_S and all(
+                one.session != own for one in grant.holders
+            ):
                 raise NoRoomError(f"the room for staged bytes on this node is taken by {text}")
             if waited_s >= timeout_s:
                 raise DeadlineError(
@@ -328,7 +314,7 @@ def wait_for_room(
                     f"{text}. Look whether that storage answers, or raise write_timeout_s",
                     rank=order.key.rank,
                 )
-            if waited_s >= LONG_WAIT_S and not is_logged:
+            if waited_s >= bounds.LONG_WAIT_S and not is_logged:
                 is_logged = True
                 logger.warning(
                     "Rank %d has waited %.0f s to stage its save to %s, for room that is taken by "
@@ -431,8 +417,6 @@ class _WindowObjects:
 MOST_STAGERS = 3
 """How many stagers in a row may die while one state is handed over."""
 
-WARM_S = 600.0
-
 
 class RankStaging:
     """One rank's registration at the stager of its node, which is started if there is none.
@@ -458,7 +442,7 @@ class RankStaging:
         *,
         job: str = "",
         namespace: str = NAMESPACE,
-        lease_s: float = LEASE_S,
+        lease_s: float = bounds.ACTOR_LEASE_S,
         options: StagerOptions | None = None,
     ) -> None:
         self.name = name
@@ -489,7 +473,7 @@ class RankStaging:
             # Suppressed: a first save is slower then, and raises what is wrong.
             with suppress(CheckpointError, StagerGone, NoRoomError, RayError):
                 link = self.link()
-                own_bytes = link.call("warm", self.name, num_bytes, timeout_s=WARM_S)
+                own_bytes = link.call("warm", self.name, num_bytes, timeout_s=bounds.WARM_S)
                 # Why all at once: each is to get a place of its own in the store, as the windows
                 # of a save do. To touch one costs ten times the copy.
                 window = np.zeros(link.window_bytes, dtype=np.uint8)
@@ -500,7 +484,7 @@ class RankStaging:
                 if held:
                     held.clear()
                     # Why: until Ray has it back, a save would get memory that was never touched.
-                    threading.Event().wait(LINGER_S)
+                    threading.Event().wait(bounds.LINGER_S)
 
         return begin(touch, "warm")
 
@@ -583,10 +567,10 @@ class RankStaging:
         """Returns the stager's description of itself."""
         link = self.link()
         try:
-            found: dict[str, Any] = link.call("info", timeout_s=ENTER_S)
+            found: dict[str, Any] = link.call("info", timeout_s=bounds.STAGER_ANSWER_S)
         except StagerGone:
             link = self.replace(link)
-            found = link.call("info", timeout_s=ENTER_S)
+            found = link.call("info", timeout_s=bounds.STAGER_ANSWER_S)
         return found
 
     def close(self) -> None:
@@ -627,19 +611,19 @@ class RankStaging:
             ParticipantError: It does not come or answer.
         """
         begin_s, is_logged = time.monotonic(), False
-        end_s = begin_s + START_S
+        end_s = begin_s + bounds.STAGER_START_S
 
         def log_slow_start(_: bool) -> None:
             nonlocal is_logged
             waited_s = time.monotonic() - begin_s
-            if waited_s > LONG_WAIT_S and not is_logged:
+            if waited_s > bounds.LONG_WAIT_S and not is_logged:
                 is_logged = True
                 logger.warning(
                     "Rank %s has waited %.0f s for a stager to start and answer; it fails after %g "
                     "s. Look whether that node has CPU and memory for one more process",
                     self.name,
                     waited_s,
-                    START_S,
+                    bounds.STAGER_START_S,
                 )
 
         while True:
@@ -659,8 +643,9 @@ class RankStaging:
                     raise
             if time.monotonic() >= end_s:
                 raise ParticipantError(
-                    f"expected another stager than {not_this}, which is dead, within {START_S:g} "
-                    f"s; look whether its node is overloaded, and save again"
+                    f"expected another stager than {not_this}, which is dead, within "
+                    f"{bounds.STAGER_START_S:g} s; look whether its node is overloaded, and save "
+                    f"again"
                 )
             threading.Event().wait(0.1)
         pid, pidfd = None, -1
@@ -672,7 +657,8 @@ class RankStaging:
         link = ActorLink(handle, place, pidfd)
         caller = ray_calls.this_caller(os.getpid())
         variables = ray_calls.storage_variables()
-        link.call("enter", self.name, self._process, caller, pid, variables, timeout_s=START_S)
+        who = (self.name, self._process, caller, pid)
+        link.call("enter", *who, variables, timeout_s=bounds.STAGER_START_S)
         return link
 
 
@@ -694,7 +680,9 @@ class Staged:
     def progress(self) -> StageProgress | None:
         """Returns the progress of the stager; None if it is dead or does not know the key."""
         try:
-            found: StageProgress | None = self._link.call("progress", self.key, timeout_s=ENTER_S)
+            found: StageProgress | None = self._link.call(
+                "progress", self.key, timeout_s=bounds.STAGER_ANSWER_S
+            )
         except (StagerGone, CheckpointError):
             return None
         return found

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import CheckpointError
 from ray_dcp.place.outcome import outcome
@@ -28,12 +29,6 @@ from ray_dcp.stage.tier_files import Part, TierEntry, TierFile, cut
 from ray_dcp.stage.window_bytes import WindowBytes, runs_of
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, StorageWrapper
-
-ANSWER_S = 10.0
-"""How long a stager may take to answer, in seconds; after that bytes come from storage."""
-
-COMMIT_S = 10.0
-"""How long a save may stay open after all is written, in seconds, before nobody waits for it."""
 
 FETCH_BYTES = 16 << 20
 """How much of another node's memory is asked for at a time."""
@@ -129,7 +124,7 @@ class MemoryTierStorage(StorageWrapper):
         asked = {stager.kept.remote(self._attempt): stager for stager in stagers if stager}
         if not asked:
             return
-        done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
+        done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=bounds.TIER_ANSWER_S)
         for ref in done:
             # Suppressed: that node has died since.
             with suppress(ray.exceptions.RayError):
@@ -200,14 +195,16 @@ class NodeMemory:
             found: list[InFlight] = []
             for stager in [*stagers]:
                 try:
-                    found += ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
+                    found += ray_calls.get(
+                        stager.in_flight.remote(url), timeout=bounds.TIER_ANSWER_S
+                    )
                 except ray.exceptions.RayError:
                     stagers.remove(stager)
             left = [one for one in found if _is_open(one)]
             now_s = time.monotonic()
             if not all(one.is_written for one in left):
                 quiet_s = now_s
-            if not left or now_s > quiet_s + COMMIT_S:
+            if not left or now_s > quiet_s + bounds.TIER_COMMIT_S:
                 return
             threading.Event().wait(pause_s)
             pause_s = min(2 * pause_s, 1.0)
@@ -263,10 +260,12 @@ class _Loan:
             # Suppressed: they are asked for, or come from storage.
             with suppress(CheckpointError, ray.exceptions.RayError):
                 asked = self._stager.lend.remote(*self._who, wanted)
-                refs = dict(zip(wanted, ray_calls.get(asked, timeout=ANSWER_S), strict=True))
+                refs = dict(
+                    zip(wanted, ray_calls.get(asked, timeout=bounds.TIER_ANSWER_S), strict=True)
+                )
                 refs = {window: ref for window, ref in refs.items() if ref is not None}
                 for window, runs in zip(
-                    refs, ray_calls.get([*refs.values()], timeout=ANSWER_S), strict=True
+                    refs, ray_calls.get([*refs.values()], timeout=bounds.TIER_ANSWER_S), strict=True
                 ):
                     self._windows[window] = WindowBytes(runs_of(runs))
 
@@ -342,7 +341,7 @@ class _InMemory:
             for number, some in enumerate(wanted):
                 ahead = wanted[number + len(asked) : number + FETCHES_AHEAD]
                 asked += [self._stager.fetch.remote(more) for more in ahead]
-                runs = ray_calls.get(asked.popleft(), timeout=ANSWER_S)
+                runs = ray_calls.get(asked.popleft(), timeout=bounds.TIER_ANSWER_S)
                 if runs is None:
                     return False
                 came = WindowBytes(runs)

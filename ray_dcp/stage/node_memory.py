@@ -23,12 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ray_dcp.core import bounds
+
 AMPLE = 64
 """Where so many objects of a length fit, processes put theirs without waiting for each other: more
 than the ranks of a node put at a time."""
-
-TURN_S = 10.0
-"""Longest time that a process waits for others that put, in seconds; one may be stopped."""
 
 _LOOK_S = 0.01
 _USUAL = "/dev/shm"  # noqa: S108 - it is looked at, nothing is made there
@@ -154,7 +153,7 @@ class ObjectStoreFile:
             )
 
     def _take_turn(self, file: int) -> None:
-        end_s = time.monotonic() + TURN_S
+        end_s = time.monotonic() + bounds.TURN_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +162,7 @@ class ObjectStoreFile:
                 if time.monotonic() > end_s:
                     raise NoRoomError(
                         f"another process has put an object into Ray's object store in "
-                        f"{self.directory} for {TURN_S:g} s, and room there is scarce"
+                        f"{self.directory} for {bounds.TURN_S:g} s, and room there is scarce"
                     ) from None
             except OSError:
                 return  # this filesystem has no locks

@@ -33,9 +33,9 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.error_aggregation import reply_error
-from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.commit_protocol.messages import Ack, PartsHeld, PartsWritten, Reply, SaveOutcome
 from ray_dcp.coordinator import metrics
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import pid_namespace
 from ray_dcp.core.wire_error import text_of
 from ray_dcp.errors import CheckpointError, ParticipantError
@@ -90,21 +90,6 @@ one may take its place."""
 
 logger = logging.getLogger(__name__)
 
-
-STUCK_S = 30.0
-"""A writer that is in the storage for so long without a byte counts as stuck, in seconds."""
-
-AFTER_RANKS_S = 10.0
-"""It leaves so long after its last rank, if it has nothing to write or keep, in seconds: ranks of
-the same job that are started anew take longer to start than a stager."""
-
-KEPT_S = 900.0
-"""It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
-ranks that are started anew."""
-
-
-PEER_S = 2.0
-"""How long another stager of the node may take to answer, in seconds."""
 
 LOOK_S = 10.0
 """How often a stager looks for the others of its node, in seconds; a new one tells them at once."""
@@ -269,7 +254,7 @@ class Stager:
             for other in [*self._others.values()]:
                 # Suppressed: it has ended, or is busy; what it holds is not described.
                 with suppress(RayError, asyncio.TimeoutError):
-                    holders += await asyncio.wait_for(other.holders.remote(), PEER_S)
+                    holders += await asyncio.wait_for(other.holders.remote(), bounds.PEER_S)
             return Grant(have, holders=tuple(holders))
 
     async def holders(self) -> tuple[Holder, ...]:
@@ -460,9 +445,9 @@ class Stager:
             await self._retire_if_stuck()
             idle_s = self._loop.time() - self._last_call_s
             # Why so soon after its ranks: it works for their job alone.
-            lease_s = min(self._lease_s, AFTER_RANKS_S) if self._had_ranks else self._lease_s
+            lease_s = min(self._lease_s, bounds.AFTER_RANKS_S) if self._had_ranks else self._lease_s
             if self._queue.kept_attempts():
-                lease_s = max(self._lease_s, KEPT_S)
+                lease_s = max(self._lease_s, bounds.KEPT_S)
             if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
                 await self._end()
 
@@ -471,7 +456,7 @@ class Stager:
 
         A rank that is handing over has its bytes still, and hands them to the next stager.
         """
-        stuck = self._queue.stuck(STUCK_S)
+        stuck = self._queue.stuck(bounds.STUCK_S)
         if not stuck or self._queue.is_needed():
             return
         logger.warning(
@@ -534,7 +519,7 @@ class Stager:
             try:
                 most_bytes = self._share.bound_bytes(self._queue.used_bytes())
                 asked = other.share_node.remote(self._own_key, [*self._others], most_bytes)
-                self._share.heard(key, await asyncio.wait_for(asked, PEER_S))
+                self._share.heard(key, await asyncio.wait_for(asked, bounds.PEER_S))
             except ActorDiedError:
                 self._others.pop(key, None)
                 self._share.only([*self._others])
@@ -577,7 +562,7 @@ async def deliver(
         except (RayError, OSError) as error:
             num_refused += isinstance(error, RayTaskError)
             is_dead = isinstance(error, ActorDiedError) and tries >= REPORT_TRIES
-            if num_refused > 1 or is_dead or waited_s >= OUT_OF_REACH_S:
+            if num_refused > 1 or is_dead or waited_s >= bounds.OUT_OF_REACH_S:
                 raise
         if not is_awaited():
             break

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ray_dcp.commit_protocol.messages import PartsHeld, PartsWritten, Target
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import run_tasks, start_thread
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.writer import part_key
@@ -68,11 +69,6 @@ def step_behind(nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-LINGER_S = 1.5
-"""How long the memory of a window is in use after its last reference is gone, in seconds. Ray frees
-objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
-
-
 class WriteQueue:
     """Holds and writes what ranks hand over.
 
@@ -95,7 +91,7 @@ class WriteQueue:
         report: Callable[[Any, PartsWritten], None],
         opener: Callable[[Target], Storage] = open_storage,
         *,
-        linger_s: float = LINGER_S,
+        linger_s: float = bounds.LINGER_S,
     ) -> None:
         self._lock = threading.RLock()
         self._budget: WindowBudget[StageKey] = WindowBudget(limit_bytes)

@@ -28,6 +28,7 @@ from fsspec.registry import available_protocols, get_filesystem_class
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.conditional_create import creates_if_absent_in
 from ray_dcp.store.environment import is_of_storages
@@ -60,8 +61,6 @@ T = TypeVar("T")
 
 _HEAD_BYTES = 8 << 20
 """Files up to this length are written by a single put, and conditionally where that is possible."""
-_RETRY_S = 60.0
-_REFUSED_S = 10.0
 _SCHEMES = {"gcs": "gs", "abfs": "az"}
 """Names that pyarrow.fs has for a kind of store, and the schemes of its URLs."""
 
@@ -102,7 +101,7 @@ class FsspecStorage:
         self._puts_at_once = fs.puts_at_once if is_arrow else not moves
         # Why not for true filesystems: they create an empty file first and then fill it.
         self._may_create = self._puts_at_once and not is_arrow
-        self._retrying = Retrying(_RETRY_S)
+        self._retrying = Retrying(bounds.RETRY_S)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (FsspecStorage, (self.filesystem, self._root))
@@ -480,8 +479,8 @@ def _is_file(fs: AbstractFileSystem, path: str) -> bool:
 
 def _worth_s(error: Exception) -> float:
     if isinstance(error, ConnectionRefusedError):
-        return _REFUSED_S
-    return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0
+        return bounds.REFUSED_S
+    return bounds.RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0
 
 
 class _ArrowFilesystem(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 
@@ -60,9 +61,6 @@ _CUT = (
 )  # fmt: skip
 
 
-_CONNECT_S = 10.0
-"""How long a refused connection, an unknown host or an unreadable answer is retried, in seconds.
-*Why short*: most likely no server is there, or the wrong one."""
 _PASSING_CODES = (
     "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "SlowDown",
     "BadDigest", "XAmzContentSHA256Mismatch",
@@ -112,12 +110,12 @@ def worth_s(error: BaseException) -> float:
     if isinstance(error, ConflictError | AlteredError):
         return math.inf
     if _INVALID in text:
-        return _CONNECT_S
+        return bounds.REFUSED_S
     if _STATUS.search(text):
         passes = _first(_STATUS, text) in _PASSING or _first(_CODE, text) in _PASSING_CODES
         return math.inf if passes else 0.0
     if "kind: Connect" in text or _INSTANCE.search(text):
-        return _CONNECT_S
+        return bounds.REFUSED_S
     return math.inf if _is_cut(text) else 0.0
 
 

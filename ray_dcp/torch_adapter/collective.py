@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ray_dcp.commit_protocol.error_aggregation import exchanged
 from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply
+from ray_dcp.core import bounds
 from ray_dcp.core.wire_error import Failure, add_note, failure_of, from_wire, text_of
 from ray_dcp.errors import (
     CheckpointError,
@@ -91,11 +92,6 @@ Lost = Callable[[ParticipantError], CheckpointError]
 Part = Callable[[], Any]
 """Returns this rank's part of a result. It unpickles when called, so that a failure to unpickle
 belongs to the step that needs the value, and reaches the other ranks from there."""
-
-GRACE_S = 30.0
-"""Seconds that the others wait for a rank beyond its own deadline. Why: so that its error arrives,
-and not only its absence."""
-
 
 NUM_KEYS = 6
 """Most exchanges that the steps of one call need: two for each step."""
@@ -413,7 +409,7 @@ def _exchange(
         world_size=group.world_size,
         tag=tag,
         outbox=dict(outbox),
-        timeout_s=group.timeout_s + GRACE_S,
+        timeout_s=group.timeout_s + bounds.STEP_GRACE_S,
         error=error,
     )
 

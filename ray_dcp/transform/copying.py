@@ -20,6 +20,7 @@ from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, und
 from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
+from ray_dcp.core import bounds
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.processes import Stop, collector_paused, run_tasks
 from ray_dcp.errors import (
@@ -62,8 +63,6 @@ from ray_dcp.view.verify import CheckedFiles
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
 _END_BYTES = 64
-_LEAVING_S = 30.0
-"""How long threads that were asked to stop are waited for, in seconds."""
 STOPPED = "the copy was interrupted, or failed"
 
 
@@ -618,7 +617,7 @@ class _Copying:
         """Stops the other threads, and deletes what this copy created, unless it may stand."""
         self._stop.because(error)
         with self._quiet:
-            self._quiet.wait_for(lambda: not self._active, _LEAVING_S)
+            self._quiet.wait_for(lambda: not self._active, bounds.COPY_END_S)
         if self.may_stand:
             return
         with suppress(CheckpointError):

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import ray_dcp
+from ray_dcp.core import bounds
 from ray_dcp.core.checksums import block_checks
 from ray_dcp.options import SaveOptions
-from ray_dcp.stage.write_queue import LINGER_S
 from tests.bench.async_saves import one_node, session_of
 from tests.bench.measure import interleaved, show, state_of
 from tests.bench.single import raw_write
@@ -131,7 +131,7 @@ def _tuned(root: Path, rounds: int, *, on_ray: bool) -> None:
             run.train()
         if on_ray and name.startswith("async"):
             # Jobs save less often than it takes until the memory of a save is free.
-            time.sleep(2 * LINGER_S)
+            time.sleep(2 * bounds.LINGER_S)
 
     rows = interleaved(contestants, rounds, before=train)
     share = num_trained / num_bytes

@@ -26,10 +26,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.coordinator.actor import Coordinator
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError
 from ray_dcp.session import ray_calls
 from ray_dcp.session.names import NAMESPACE, coordinator_name
-from ray_dcp.session.session import LEASE_S
 from ray_dcp.store.environment import StorageVariables
 from ray_dcp.worker_group import WorkerGroup
 from tests.chaos.traps import loopback_addresses
@@ -184,7 +184,9 @@ class Arena:
                 name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
                 max_restarts=-1, max_task_retries=0, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
-            ).remote(name, LEASE_S, NAMESPACE, StorageVariables.of_this_process())  # fmt: skip
+            ).remote(
+                name, bounds.ACTOR_LEASE_S, NAMESPACE, StorageVariables.of_this_process()
+            )  # fmt: skip
             # Why asked: Ray takes it for a wish, and another node while it does not know this one.
             if ray.get(actor.info.remote())["node_id"] == node_id:
                 return session

@@ -162,7 +162,7 @@ def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
 def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere_is_made(
     session, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("ray_dcp.session.session.MARGIN_S", 1.0)
+    monkeypatch.setattr("ray_dcp.core.bounds.MARGIN_S", 1.0)
     options = SaveOptions(plan_timeout_s=1.0, heartbeat_timeout_s=3.0)
     hold_writes(session, tmp_path / "gate")
     first = save_and_spoil(tmp_path / "a", 7.0, FITTING)

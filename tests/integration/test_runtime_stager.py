@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from ray_dcp.commit_protocol.messages import OpKey, Target
+from ray_dcp.core import bounds
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.session import ray_calls
@@ -182,7 +183,7 @@ def test_a_stager_whose_watch_breaks_ends_and_is_replaced(namespace, book, place
 def test_a_stager_that_is_slow_to_start_is_awaited_and_the_rank_logs_it(
     namespace, monkeypatch, caplog
 ):
-    monkeypatch.setattr(staging_link, "LONG_WAIT_S", 0.0)
+    monkeypatch.setattr(bounds, "LONG_WAIT_S", 0.0)
     opened(namespace, StagerOptions(), "early").close()
     (said,) = caplog.messages
     assert said.startswith("Rank early has waited 0 s for a stager to start and answer")

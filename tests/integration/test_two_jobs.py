@@ -14,12 +14,12 @@ import ray
 import torch
 
 import ray_dcp
+from ray_dcp.core import bounds
 from ray_dcp.errors import StorageError
 from ray_dcp.options import SaveOptions
 from ray_dcp.session import ray_calls
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.ray_calls import store_bytes
-from ray_dcp.stage import link as staging_link
 from tests.support.processes import eventually, lives
 from tests.support.programs.held_writes import hold_writes
 from tests.support.servers.s3 import DevStore
@@ -47,7 +47,7 @@ class Rank:
 
     def impatient(self) -> None:
         """Waits less than a user does for room that other jobs have."""
-        staging_link.OTHERS_S, staging_link.ROOM_LOOK_S = 2.0, 0.2
+        bounds.ROOM_OTHERS_S, bounds.ROOM_LOOK_S = 2.0, 0.2
 
     def begin(self, path: str, num_bytes: int = MIB, **options: Any) -> str:
         """Begins a save; returns its attempt when it is staged."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ray_dcp
 from ray_dcp import CheckpointError
+from ray_dcp.core import bounds
 from ray_dcp.session import shared_reads
 
 LAYOUTS = ("row", "column", "2-D", "replicated")
@@ -103,7 +104,7 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
         rank: Who fails.
         does: `"dies"`, `"refuses"` (says so) or `"says nothing"`.
     """
-    real, timeout_s = shared_reads.RayTransport.offer, shared_reads.TAKE_TIMEOUT_S
+    real, timeout_s = shared_reads.RayTransport.offer, bounds.TAKE_TIMEOUT_S
 
     def offer(self: Any, unit: int, takers: int, data: memoryview) -> memoryview | None:
         if does == "dies":
@@ -111,7 +112,7 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
         return memoryview(bytes(data)) if does == "says nothing" else None
 
     try:
-        shared_reads.TAKE_TIMEOUT_S = 2.0 if does == "says nothing" else timeout_s
+        bounds.TAKE_TIMEOUT_S = 2.0 if does == "says nothing" else timeout_s
         if dist.get_rank() == rank:
             shared_reads.RayTransport.offer = offer  # type: ignore[method-assign]
         return load_layout(path, "replicated")
@@ -119,4 +120,4 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
         Path(told, str(dist.get_rank())).write_text(f"{type(error).__name__} {error.rank}")
         return None
     finally:
-        shared_reads.RayTransport.offer, shared_reads.TAKE_TIMEOUT_S = real, timeout_s  # type: ignore[method-assign]
+        shared_reads.RayTransport.offer, bounds.TAKE_TIMEOUT_S = real, timeout_s  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from ray_dcp.commit_protocol.load import SharedUnit
 from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.tasks import perform
-from ray_dcp.io import shared_read
+from ray_dcp.core import bounds
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.rank.unchanged import RunHistory
 from ray_dcp.session.names import NAMESPACE
@@ -222,7 +222,7 @@ class ThreadExchange:
             return self._left or len(self._given) < self._most_units
 
         with board.changed:
-            return board.changed.wait_for(is_so, shared_read.SHARE_TIMEOUT_S) and not self._left
+            return board.changed.wait_for(is_so, bounds.SHARE_TIMEOUT_S) and not self._left
 
     def use(self, unit: int) -> None:
         with self._board.changed:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager import AtSteps, BeforeEnd, EverySteps, SaveFacts, allocation_end, root_writer
 from ray_dcp.manager.allocation_end import SLURM_END
@@ -180,7 +181,7 @@ def test_a_table_of_nodes_that_does_not_answer_holds_up_one_step_only(
     monkeypatch.setattr(allocation_end, "wait_any", note)
     end = allocation_end.AllocationEnd([BeforeEnd()])
     assert [end.seconds(["a node", ""]) for _ in range(3)] == [None] * 3
-    assert waits == [allocation_end.ANSWER_S]
+    assert waits == [bounds.NODES_ANSWER_S]
     answered.set()
     assert eventually(lambda: end.seconds() == 5.0)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.core import bounds
 from ray_dcp.errors import LimitError
 from ray_dcp.stage import node_memory
 from ray_dcp.stage.node_memory import (
@@ -119,7 +120,7 @@ def test_what_the_store_has_touched_it_uses_again(store, monkeypatch):
 
 
 def test_where_room_is_scarce_one_writes_at_a_time(store, monkeypatch):
-    monkeypatch.setattr(node_memory, "TURN_S", 0.0)
+    monkeypatch.setattr(bounds, "TURN_S", 0.0)
     with store.file.room(1), store.file.room(1):  # ample: nobody waits
         pass
     monkeypatch.setattr(node_memory, "free_memory_bytes", lambda: 30 * MIB)

@@ -28,10 +28,9 @@ from ray_dcp.commit_protocol.messages import (
     Target,
     Untaken,
 )
-from ray_dcp.commit_protocol.operation import GRACE_S
 from ray_dcp.coordinator.actor import SharedReadDispatch
 from ray_dcp.coordinator.tasks import perform
-from ray_dcp.io import shared_read
+from ray_dcp.core import bounds
 from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
@@ -116,7 +115,7 @@ def fails_to_plan(play):
 def fails_to_read(play):
     to_reading(play)
     play.send(LoadDone(KEY, 0, error=errors.StorageError("mine")))
-    assert play.timer.after_s == GRACE_S
+    assert play.timer.after_s == bounds.ERRORS_S
     play.send(LoadDone(KEY, 1, ReadCounts(5, 5)))
 
 
@@ -237,7 +236,7 @@ def test_an_exchange_with_other_tags_or_content_disagrees():
     play = Play(world_size=3)
     play.send(exchange(0, {}))
     assert play.send(exchange(1, {}, tag="metadata")) is None
-    assert play.timer.after_s == GRACE_S
+    assert play.timer.after_s == bounds.ERRORS_S
     play.expire()
     error = play.reply(1, "Exchange").error
     assert type(error) is errors.RankDisagreementError
@@ -449,7 +448,7 @@ def a_relay(exchange, reader: int, **more) -> SharedReadStorage:
 
 
 def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeypatch):
-    monkeypatch.setattr(shared_read, "SHARE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bounds, "SHARE_TIMEOUT_S", 0.3)
     board = Board()
     mine = a_relay(ThreadExchange(board, 0, most_units=1), 0)
     mine.start()
@@ -527,7 +526,7 @@ class Peers:
 def test_a_rank_that_can_not_load_keeps_nobody_waiting_for_what_it_would_read(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(shared_read, "SHARE_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(bounds, "SHARE_TIMEOUT_S", 3600.0)
     state = {"rep.w": np.arange(40 * MIB, dtype=np.uint8), "note": {"text": "hello"}}
     save(state, 1, str(tmp_path))
     options = LoadOptions(share_reads=True, read_timeout_s=10.0)

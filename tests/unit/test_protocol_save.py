@@ -32,8 +32,8 @@ from ray_dcp.commit_protocol.messages import (
     SaveOutcome,
     Target,
 )
-from ray_dcp.commit_protocol.operation import GRACE_S, LOST_GRACE_S
 from ray_dcp.commit_protocol.save import REPLACED_SINCE
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -135,7 +135,7 @@ def test_a_failure_waits_only_a_moment_for_the_errors_of_other_ranks():
     play = Play(world_size=4)
     play.to_writing()
     play.receipt(1, error=FULL)
-    assert (play.timer.after_s, play.task) == (GRACE_S, None)
+    assert (play.timer.after_s, play.task) == (bounds.ERRORS_S, None)
     armed = play.timer
     play.receipt(2, error=FULL)
     play.lose(3)
@@ -407,7 +407,7 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
         play.now_s = now_s
         play.beat(1)
     play.check_silence(12.0)
-    assert play.timer.after_s == LOST_GRACE_S < GRACE_S
+    assert play.timer.after_s == bounds.LOST_ERRORS_S < bounds.ERRORS_S
     play.expire()
     play.done(RecordCreated(1))
     error = play.errors("SaveReceipt")[0]

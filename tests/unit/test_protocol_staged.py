@@ -35,13 +35,13 @@ from ray_dcp.commit_protocol.commands import (
 )
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import (
-    OUT_OF_REACH_S,
     AwakeClock,
     Doing,
     Heartbeat,
     HeartbeatAck,
 )
 from ray_dcp.coordinator.actor import Coordinator, StagedPlans, StagerWatch
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -845,7 +845,7 @@ def test_a_coordinator_is_told_until_it_can_be_reached(answer):
     told = Told(chain(repeat(UNREACHABLE, 30), [answer]))
     assert told.run() is answer
     assert told.num_told == 31
-    assert 100.0 < sum(told.slept) < OUT_OF_REACH_S
+    assert 100.0 < sum(told.slept) < bounds.OUT_OF_REACH_S
     assert max(told.slept) == 10.0
 
 
@@ -853,7 +853,7 @@ def test_one_that_stays_out_of_reach_is_given_up():
     told = Told(repeat(UNREACHABLE))
     with pytest.raises(ActorUnavailableError):
         told.run()
-    assert OUT_OF_REACH_S <= sum(told.slept) < OUT_OF_REACH_S + 10.0
+    assert bounds.OUT_OF_REACH_S <= sum(told.slept) < bounds.OUT_OF_REACH_S + 10.0
 
 
 @pytest.mark.parametrize(("error", "times"), [(ActorDiedError(), REPORT_TRIES), (REFUSED, 2)])

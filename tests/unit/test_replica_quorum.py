@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ray_dcp.commit_protocol.replica_quorum import (
-    NEW_S,
-    PRESENT_S,
     Answers,
     ReadyToSave,
     ReplicaQuorum,
     SaveQuorum,
 )
+from ray_dcp.core import bounds
 
 
 class Run:
@@ -99,10 +98,10 @@ def test_a_lost_replica_is_not_waited_for_and_its_replacement_takes_part_again(t
 def test_a_replacement_that_is_not_there_yet_is_waited_for_once_and_briefly(three: Run):
     three.begin("2b")
     three.ready(20, "0a", "1a")
-    assert three.wait() == NEW_S
+    assert three.wait() == bounds.NEW_S
     found = three.together()
     assert found.ranks == (0, 1)
-    assert found.missing == ((2, f"was not ready for step 20 within {NEW_S:.0f} s"),)
+    assert found.missing == ((2, f"was not ready for step 20 within {bounds.NEW_S:.0f} s"),)
     three.ready(30, "0a", "1a")
     assert three.together().ranks == (0, 1)
     three.ready(30, "2b")  # The others have saved it. From now on it is there.
@@ -129,7 +128,7 @@ def test_a_replica_that_does_not_come_costs_a_bounded_time_once(three: Run):
     three.ready(20, "0a")
     three.now_s += 1
     three.ready(20, "1a")
-    assert three.wait() == PRESENT_S - 1
+    assert three.wait() == bounds.PRESENT_S - 1
     assert three.together().ranks == (0, 1)
     three.ready(30, "1a", "0a")
     assert three.together().ranks == (0, 1)
@@ -196,5 +195,5 @@ def test_a_coordinator_that_was_started_anew_waits_for_replicas_that_it_does_not
     run = Run(3)
     run.ready(50, "1a", "2b")
     assert run.take() == []
-    assert run.wait() == NEW_S
+    assert run.wait() == bounds.NEW_S
     assert run.together() == SaveQuorum("a", (1, 2), ((0, "was not ready for step 50 within 2 s"),))

@@ -23,6 +23,7 @@ from torch.distributed import HashStore, TCPStore
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.coordinator.actor import Rendezvous, coordinator_of
+from ray_dcp.core import bounds
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import (
     DeadlineError,
@@ -125,7 +126,7 @@ def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
 
 
 def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypatch):
-    monkeypatch.setattr(meeting, "LONG_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(bounds, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
         waits = waiting(pool, store, [0, 1, 2], [1])
         assert eventually(lambda: caplog.messages)
@@ -422,8 +423,8 @@ def test_an_actor_that_stays_out_of_reach_is_given_up_and_it_is_said_before(
 
 
 def test_an_actor_that_lived_meanwhile_may_be_out_of_reach_as_long_again(answering, monkeypatch):
-    monkeypatch.setattr(ray_calls, "OUT_OF_REACH_S", 0.2)
-    monkeypatch.setattr(ray_calls, "REACHED_S", 0.1)
+    monkeypatch.setattr(bounds, "OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(bounds, "REACHED_S", 0.1)
     send = answering([UNAVAILABLE] * 6)
 
     def slowly(actor):
@@ -454,7 +455,7 @@ def nobody_accepts():
 
 
 def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monkeypatch):
-    monkeypatch.setattr(ray_session, "PROBE_S", 0.5)
+    monkeypatch.setattr(bounds, "PROBE_S", 0.5)
     with pytest.raises(ParticipantError, match=r"TimeoutError.*correct the address"):
         connect(nobody_accepts)
     with socket.socket() as unused:
@@ -538,7 +539,7 @@ def progress(sender):
 def coordinator(monkeypatch):
     fake = Incarnations()
     monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray_session, "KILL_S", 1000.0)
+    monkeypatch.setattr(bounds, "KILL_S", 1000.0)
     monkeypatch.setattr(ray_calls, "wait", fake.wait)
     monkeypatch.setattr(ray_calls, "get", fake.get)
     monkeypatch.setattr(ray_calls, "recall", fake.recall)
@@ -615,7 +616,7 @@ def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator, sende
 
 
 def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sender, monkeypatch):
-    monkeypatch.setattr(heartbeat, "LEFT_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(bounds, "LEFT_TIMEOUT_S", TIMEOUT_S)
     coordinator.answers = {"is_up_to_date": False}  # it takes saves up
     left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
     with ThreadPoolExecutor(1) as pool:
@@ -697,7 +698,7 @@ def test_calls_at_once_beat_as_often_as_the_shortest_timeout_needs(coordinator, 
 
 
 def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch, sender):
-    monkeypatch.setattr(heartbeat, "OUT_OF_REACH_S", 0.3)
+    monkeypatch.setattr(bounds, "OUT_OF_REACH_S", 0.3)
     coordinator.answers = {"is_up_to_date": False}
     sender.leave(Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True), 20.0)
     progress = RankProgress()

@@ -21,6 +21,7 @@ import ray_dcp
 from ray_dcp import saving
 from ray_dcp.commit_protocol.liveness import Heartbeat
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Left, OpKey, Refused
+from ray_dcp.core import bounds
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.rank import rank_save
@@ -97,7 +98,7 @@ def address_of(sessions: list[SocketSession]) -> tuple[str, int]:
 def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
     pool, sessions, caplog, monkeypatch
 ):
-    monkeypatch.setattr(socket_session, "JOIN_S", 0.5)
+    monkeypatch.setattr(bounds, "JOIN_S", 0.5)
     with pytest.raises((EOFError, OSError)):
         SocketLink("s", 1, "a stranger", address_of(sessions), b"a wrong key")
     with socket.create_connection(address_of(sessions)) as stranger:
@@ -140,7 +141,7 @@ def test_who_repeats_what_a_rank_says_does_not_pass_for_rank_0():
 def test_who_connects_and_says_nothing_keeps_nobody_waiting_and_is_dropped(
     pool, sessions, monkeypatch
 ):
-    monkeypatch.setattr(socket_session, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(bounds, "HANDSHAKE_S", 1.0)
     with (
         socket.create_connection(address_of(sessions), 60) as silent,
         socket.create_connection(address_of(sessions), 60) as other,
@@ -156,9 +157,9 @@ def test_strangers_who_say_nothing_take_no_descriptors_and_one_line_of_the_log(
 ):
     loop = sessions[0]._link.inner
     loop._most_strangers = 16
-    monkeypatch.setattr(socket_session, "HANDSHAKE_S", 60.0)
-    monkeypatch.setattr(socket_session, "SERVED_S", 60.0)
-    monkeypatch.setattr(socket_session, "GRACE_S", 0.01)
+    monkeypatch.setattr(bounds, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(bounds, "SERVED_S", 60.0)
+    monkeypatch.setattr(bounds, "STRANGER_S", 0.01)
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(address_of(sessions), 60))
@@ -199,7 +200,7 @@ def break_connection(session: SocketSession) -> None:
 def wait_for_the_look(sessions: list[SocketSession]) -> None:
     """Returns when rank 0 has looked whether those came back whose connections have closed."""
     passed, loop = threading.Event(), sessions[0]._link.loop
-    loop.call_soon_threadsafe(loop.call_later, socket_session.RETURN_S, passed.set)
+    loop.call_soon_threadsafe(loop.call_later, bounds.RETURN_S, passed.set)
     assert passed.wait(60)
 
 
@@ -213,7 +214,7 @@ def assert_nobody_is_missed(pool: ThreadPoolExecutor, sessions: list[SocketSessi
 def test_a_connection_that_breaks_is_made_again_and_what_is_unanswered_is_sent_again(
     pool, sessions, monkeypatch
 ):
-    monkeypatch.setattr(socket_session, "RETURN_S", 2.0)
+    monkeypatch.setattr(bounds, "RETURN_S", 2.0)
     before = end_of(sessions[1]).channel
     early = [pool.submit(exchange, session) for session in sessions[1:]]
     assert eventually(lambda: end_of(sessions[1]).unanswered)
@@ -386,7 +387,7 @@ def test_a_rank_0_that_is_silent_is_found_frozen_and_its_work_is_given_up():
 
 
 def test_a_rank_that_does_not_come_and_a_store_that_is_not_there_are_told(monkeypatch):
-    monkeypatch.setattr(socket_session, "JOIN_S", 0.2)
+    monkeypatch.setattr(bounds, "JOIN_S", 0.2)
     with pytest.raises(ParticipantError, match="all ranks to come to the session"):
         join_by_store(HashStore(), "s", 0, 2)
     with pytest.raises(ParticipantError, match="rank 0 to come to the session"):

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.logger import _dcp_logger
 import ray_dcp
 from ray_dcp import asynchronous, errors, events
 from ray_dcp.cli.main import main
+from ray_dcp.core import bounds
 from ray_dcp.manager import CheckpointManager, Item, LatestN
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning import sources
@@ -48,7 +49,7 @@ from tests.unit.test_async_inline import Gate, gate  # noqa: F401 - a fixture
 @pytest.fixture(autouse=True)
 def time_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a busy machine read what a new process may link, which it would write otherwise."""
-    monkeypatch.setattr(unchanged, "WAIT_S", 60.0)
+    monkeypatch.setattr(bounds, "SETTLED_READ_S", 60.0)
 
 
 def save(root: Path, step: int, state: dict[str, Any], options: SaveOptions = LINK) -> Path:
@@ -484,7 +485,7 @@ def test_a_file_that_can_not_be_read_in_time_is_written(tmp_path, monkeypatch):
         return read(*how)
 
     with monkeypatch.context() as patched:
-        patched.setattr(unchanged, "WAIT_S", 0.01)
+        patched.setattr(bounds, "SETTLED_READ_S", 0.01)
         patched.setattr(unchanged, "is_intact", slow_read)
         path = save(tmp_path, 1, {"model": model})
         was_saved.set()

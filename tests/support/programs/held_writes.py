@@ -44,11 +44,11 @@ def hang_writes(stager: Any, stuck_s: float = 1.0) -> None:
 
 
 def _hang(_stager: Any, stuck_s: float) -> None:
-    from ray_dcp.stage import stager as module
+    from ray_dcp.core import bounds
 
     def hung(fd: int, *arguments: Any) -> int:
         if "/hangs/" in os.readlink(f"/proc/self/fd/{fd}"):
             threading.Event().wait()
         return real(fd, *arguments)
 
-    real, local._pwrite, module.STUCK_S = local._pwrite, hung, stuck_s
+    real, local._pwrite, bounds.STUCK_S = local._pwrite, hung, stuck_s
