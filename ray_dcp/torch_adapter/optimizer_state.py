@@ -49,7 +49,7 @@ from ray_dcp.torch_adapter.flatten import (
     set_by_path,
 )
 from ray_dcp.torch_adapter.module_names import ModuleNames, sharded_state
-from ray_dcp.torch_adapter.optimizer_kind import options_in, saved_by_another
+from ray_dcp.torch_adapter.optimizer_kind import Traits, plain_saved_by_another, saved_by_another
 from ray_dcp.torch_adapter.priming import held_by, primed, shard_like, state_of, wrapped_by
 from ray_dcp.torch_adapter.shards import as_sharded_like
 from ray_dcp.torch_adapter.sink import target_problem
@@ -143,6 +143,13 @@ class Stored:
             if name.startswith(start) and (not prefixes or below(name, prefixes))
         }
 
+    def traits_below(self, key: str) -> Traits:
+        """Returns what shows which optimizer saved the values below a key, selected or not."""
+        start = f"{key}."
+        return Traits.of_names(
+            name.removeprefix(start) for name in self.names if name.startswith(start)
+        )
+
 
 @dataclass
 class OptimizerTargets:
@@ -164,26 +171,65 @@ class OptimizerTargets:
     stays: bool = False
 
 
-def _is_others(
-    optimizer: torch.optim.Optimizer, key: str, items: Iterable[str], *, strict: bool
-) -> bool:
-    """Returns whether another kind of optimizer saved the values, and warns of it.
+def _is_others(optimizer: torch.optim.Optimizer, key: str, stored: Stored, *, strict: bool) -> bool:
+    """Returns whether another kind of optimizer saved the values below a key, and warns of it.
 
     Args:
         optimizer: The optimizer to load into.
         key: Its name.
-        items: Names of the stored values below it.
+        stored: Content of the checkpoint.
         strict: Whether to raise.
 
     Raises:
         StateDictError: It did, and the load is strict.
     """
-    saved_by = saved_by_another(optimizer, options_in(items))
+    saved_by = saved_by_another(optimizer, stored.traits_below(key))
+    return _refuse_others(key, saved_by, type(optimizer).__name__, strict=strict)
+
+
+def plain_of_others(
+    value: Any, path: tuple[Any, ...], stored: Stored, *, strict: bool
+) -> list[tuple[Any, ...]]:
+    """Returns the paths of plain state dicts of optimizers whose values another kind saved.
+
+    Args:
+        value: A value of the state dict to load into.
+        path: Its path.
+        stored: Content of the checkpoint.
+        strict: Whether to raise.
+
+    Raises:
+        StateDictError: There are some, and the load is strict.
+    """
+    found = []
+    for place, state, groups in _plain_optimizers(value, path, 0):
+        key = ".".join(map(str, place))
+        options = {str(option) for group in groups for option in group}
+        entries = [each for each in state.values() if isinstance(each, Mapping)]
+        own = Traits(
+            frozenset(options - {"params", "param_names"}),
+            frozenset(str(name) for entry in entries for name in entry),
+        )
+        saved_by = plain_saved_by_another(own, stored.traits_below(key))
+        if _refuse_others(key, saved_by, " or ".join(sorted(own.kinds())) or "it", strict=strict):
+            found.append(place)
+    return found
+
+
+def _refuse_others(key: str, saved_by: str, own: str, *, strict: bool) -> bool:
+    """Returns whether another kind of optimizer saved values, and warns of it; raises if strict.
+
+    Args:
+        key: Name of the optimizer to load into.
+        saved_by: Name of the kind that saved the values; "" if it is the same.
+        own: Name of its own kind.
+        strict: Whether to raise.
+    """
     if not saved_by:
         return False
     message = (
         f"the state of the optimizer {key!r} was saved by another optimizer ({saved_by}), whose "
-        f"options and moments mean nothing to {type(optimizer).__name__}"
+        f"options and moments mean nothing to {own}"
     )
     if strict:
         raise StateDictError(
@@ -383,37 +429,40 @@ def lost_state(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
         >>> lost_state({"o": new, "lr": {"step": 3}}, ["o.state.0.exp_avg", "lr.last"])
         ['o.state.0.exp_avg']
     """
-    found = [*_plain_optimizers(values, "", 0)]
+    found = [*_plain_optimizers(values, (), 0)]
     lost = []
     for name in names if found else ():
-        for key, state, params in found:
-            start = f"{key}.state."
-            if name.startswith(start) and _has_place(name[len(start) :], state, params):
+        for path, state, groups in found:
+            start = ".".join(map(str, (*path, "state", "")))
+            if name.startswith(start) and _has_place(name[len(start) :], state, groups):
                 lost.append(name)
                 break
     return lost
 
 
-_Plain = tuple[str, Mapping[Any, Any], Collection[Any]]
-"""Name of an optimizer's state dict, its state, and the parameters that its groups list."""
+_Plain = tuple[tuple[Any, ...], Mapping[Any, Any], Sequence[Mapping[str, Any]]]
+"""Path of an optimizer's state dict, its state, and its parameter groups."""
 
 
-def _plain_optimizers(values: Any, prefix: str, depth: int) -> Iterator[_Plain]:
+def _plain_optimizers(values: Any, path: tuple[Any, ...], depth: int) -> Iterator[_Plain]:
     """Yields the optimizers' state dicts among plain values."""
     if not isinstance(values, Mapping | list) or depth > MAX_DEPTH:
         return
     groups = values.get("param_groups") if isinstance(values, Mapping) else None
     state = values.get("state") if isinstance(values, Mapping) else None
-    if isinstance(groups, list) and groups and isinstance(state, Mapping):
-        lists = [g.get("params") if isinstance(g, Mapping) else None for g in groups]
-        if all(isinstance(some, list) for some in lists):
-            yield prefix.removesuffix("."), state, {entry for some in lists for entry in some or ()}
-            return
+    if (
+        isinstance(groups, list)
+        and groups
+        and isinstance(state, Mapping)
+        and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups)
+    ):
+        yield path, state, groups
+        return
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        yield from _plain_optimizers(value, f"{prefix}{key}.", depth + 1)
+        yield from _plain_optimizers(value, (*path, key), depth + 1)
 
 
-def _has_place(rest: str, state: Mapping[Any, Any], params: Collection[Any]) -> bool:
+def _has_place(rest: str, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether stored state belongs to an optimizer's state dict.
 
     Why not always: a state dict may be that of an optimizer over some of the parameters.
@@ -421,10 +470,11 @@ def _has_place(rest: str, state: Mapping[Any, Any], params: Collection[Any]) -> 
     Args:
         rest: Name of the state below `state`.
         state: What the state dict has of it.
-        params: Parameters of its groups: names or numbers.
+        groups: Its groups, whose parameters are names or numbers.
     """
     if not state:
         return True
+    params = {entry for group in groups for entry in group["params"]}
     known = set(map(str, params))
     stops = [place for place, letter in enumerate(rest) if letter == "."]
     if any(rest[:stop] in known for stop in (*stops, len(rest))):
@@ -591,7 +641,7 @@ class _Named:
         items = stored.below(key, prefixes)
         if not items:
             return OptimizerTargets(None if key in stored.names else self.state_dict())
-        if _is_others(self._optimizer, key, items, strict=strict):
+        if _is_others(self._optimizer, key, stored, strict=strict):
             return OptimizerTargets(None, stays=True)
         parts: dict[str, dict[str, StoredValue]] = {"param_groups": {}, "state": {}}
         for name, item in items.items():
@@ -1182,7 +1232,7 @@ class _OwnForm:
         items = stored.below(key, prefixes)
         if key in stored.names and not items:
             return OptimizerTargets(None)
-        if _is_others(self._optimizer, key, items, strict=strict):
+        if _is_others(self._optimizer, key, stored, strict=strict):
             return OptimizerTargets(None, stays=True)
         with primed(self._optimizer):
             tree = _containers(self.state_dict())
@@ -1209,8 +1259,9 @@ class _OwnForm:
 
         What may belong to a parameter of another rank is left out.
         """
-        lists = [params for _, _, params in _plain_optimizers(tree, "", 0)]
-        self._listed = {entry for some in lists for entry in some if isinstance(entry, str)}
+        groups = chain.from_iterable(some for _, _, some in _plain_optimizers(tree, (), 0))
+        entries = chain.from_iterable(group["params"] for group in groups)
+        self._listed = {entry for entry in entries if isinstance(entry, str)}
         for name, item in items.items():
             self._add_one(tree, path_tail(item.path, name), item)
 

@@ -53,6 +53,7 @@ from ray_dcp.torch_adapter.optimizer_state import (
     named_states,
     naming_module,
     optimizer_part,
+    plain_of_others,
 )
 from ray_dcp.torch_adapter.priming import is_optimizer, primed
 
@@ -77,6 +78,8 @@ class LoadTargets:
     """Names of values whose state the load replaces completely."""
     decisive: dict[Path, set[str]] = field(default_factory=dict)
     """Names that have to be loaded before `check_groups`, by the paths of optimizers."""
+    aside: dict[Path, Any] = field(default_factory=dict)
+    """Parts of a `Stateful` value's state that nothing is loaded into, which it gets back."""
 
     @property
     def casts(self) -> list[Cast]:
@@ -113,7 +116,8 @@ class LoadTargets:
 
         Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
         """
-        on_the_way = {path[:end] for path in self.parts for end in range(1, len(path))}
+        ends = (*self.parts, *self.left_out)
+        on_the_way = {path[:end] for path in ends for end in range(1, len(path))}
         self._put(state_dict, self.values, (), on_the_way)
 
     def _put(self, container: Any, loaded: Any, path: Path, on_the_way: Collection[Path]) -> Any:
@@ -148,6 +152,9 @@ class LoadTargets:
 
     def _give(self, path: Path, state: Any) -> None:
         owner = self.owners[path]
+        for place, own in self.aside.items():
+            if place[: len(path)] == path:
+                _at(state, place[len(path) : -1])[place[-1]] = own
         try:
             self.parts[path].load_state_dict(state)
         except (CheckpointError, CheckpointException):
@@ -255,11 +262,20 @@ def stateful_to_load_targets(
     modules, owners = _modules(state_dict), _owners(state_dict)
     states: dict[Path, Any] = {}
     targets = LoadTargets({})
+
+    def of_others(value: Any, path: Path) -> dict[Path, Any]:
+        found = plain_of_others(value, path, stored, strict=strict is not False)
+        return {p: _LEFT_OUT for p in found if not prefixes or concerns(_name(p), prefixes)}
+
     for key in _sorted_keys(state_dict):
         # Why the second check: a `state_dict()` call may remove keys of the mapping that holds it.
         if (prefixes and not concerns(str(key), prefixes)) or key not in state_dict:
             continue
         some = _of_key(key, state_dict, owners)
+        plain = {} if (key,) in some else of_others(state_dict[key], (key,))
+        targets.left_out.update(plain)
+        states.update(plain)
+        some = {p: each for p, each in some.items() if not any(p[: len(o)] == o for o in plain)}
         for path, owner in some.items():
             name, part = _name(path), _part(owner, modules)
             if prefixes and not concerns(name, prefixes):
@@ -283,11 +299,15 @@ def stateful_to_load_targets(
                 states[path] = part.targets(name, stored, prefixes)
             else:
                 state = part.state_dict()
+                aside = of_others(state, path)
+                targets.aside.update((place, _at(state, place[len(path) :])) for place in aside)
+                state = _replaced(state, {p[len(path) :]: each for p, each in aside.items()})
                 # Why: a scheduler of others has their lists of tensors until its first step.
                 states[path] = _own_tensors(state) if isinstance(owner, LRScheduler) else state
             if len(path) > 1:
                 _check_nested(state_dict, path, states[path], stored)
-        targets.values.update(_replaced({key: state_dict[key]}, {p: states[p] for p in some}))
+        placed = {path: states[path] for path in (*plain, *some)}
+        targets.values.update(_replaced({key: state_dict[key]}, placed))
     return targets
 
 

@@ -565,6 +565,93 @@ def test_what_another_kind_of_optimizer_saved_is_refused_or_left_out_as_a_whole(
     assert {one for one in report.unexpected if one.startswith("o.")}
 
 
+KINDS = {
+    name: cls
+    for name, cls in sorted(vars(torch.optim).items())
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    if cls is not torch.optim.Optimizer
+}
+"""Every optimizer of torch's."""
+
+
+def of_kind(name: str, steps: int, seed: int) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.full((3, 4), float(seed)))
+    found: torch.optim.Optimizer = KINDS[name]([weight], lr=0.5 * seed)
+
+    def closure() -> torch.Tensor:
+        dense = torch.full((3, 4), 0.5 + seed)
+        weight.grad = dense.to_sparse() if name == "SparseAdam" else dense
+        return weight.detach().square().sum()
+
+    for _ in range(steps):
+        closure()
+        found.step(closure if name == "LBFGS" else None)  # type: ignore[arg-type]
+    return found
+
+
+class App:
+    """Gives the state dict of an optimizer in one of its own, as DCP's tutorial does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1, "optim": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict["optim"])
+
+
+FORMS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "itself": lambda optimizer: optimizer,
+    "plain": lambda optimizer: optimizer.state_dict(),
+    "plain in a list": lambda optimizer: [optimizer.state_dict()],
+    "in a state of an object's": App,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "steps"),
+    [*((form, 0) for form in FORMS), ("itself", 1), ("plain", 1)],
+)
+@pytest.mark.filterwarnings("ignore:Not loaded:UserWarning")
+def test_no_optimizer_of_torchs_takes_what_another_kind_saved(
+    form: str, steps: int, tmp_path: Path
+):
+    """Every pair; only Adam and AdamW, which differ by the value of an option, are one kind."""
+    put = FORMS[form]
+    save({name: put(of_kind(name, 1, 1)) for name in KINDS}, tmp_path / "c")
+    kinds = {name: {"Adam", "AdamW"} if name in {"Adam", "AdamW"} else {name} for name in KINDS}
+    wrong = []
+    for own in KINDS:
+        others = {name: of_kind(own, steps, 2) for name in KINDS}
+        state = {name: put(one) for name, one in others.items()}
+        before = {name: shown(one.state_dict()) for name, one in others.items()}
+        load(state, tmp_path / "c", strict=False)
+        for name, one in others.items():
+            now = state[name] if form.startswith("plain") else one.state_dict()
+            found = shown(now[0] if isinstance(now, list) else now)
+            if (found != before[name]) != (name in kinds[own]):
+                wrong.append((name, own))
+        with pytest.raises(StateDictError, match=r"was saved by another optimizer \("):
+            load(
+                {name: one for name, one in state.items() if name not in kinds[own]}, tmp_path / "c"
+            )
+    assert not wrong
+
+
+def test_a_container_keeps_what_is_left_out_of_it(tmp_path: Path):
+    state, other = made(adamw), made(of_class(torch.optim.SGD), 2)
+    save({"all": {"o": state["o"], "n": 1, "plain": state["o"].state_dict()}}, tmp_path / "c")
+    inner = {"o": other["o"], "n": 2, "plain": other["o"].state_dict()}
+    target = {"all": inner}
+    with pytest.warns(UserWarning, match="Not loaded: "):
+        load(target, tmp_path / "c", strict=False)
+    assert target["all"] is inner
+    assert list(inner) == ["o", "n", "plain"]
+    assert inner["n"] == 1
+
+
 def test_groups_of_another_version_or_with_options_of_the_users_are_of_the_same_optimizer(
     tmp_path: Path,
 ):
