@@ -25,6 +25,9 @@ from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds
 
+Phases = tuple[tuple[str, float], ...]
+"""Phases of a rank in their order, without a gap, each with its duration in seconds."""
+
 PlanOrigin = Literal["cold", "warm"]
 """Origin of the plan of a save: made for this save, or reused from an earlier save of the job."""
 
@@ -83,8 +86,8 @@ class SaveJoin:
     (`ray_dcp.planning.merge`)."""
     asked: int = 0
     """Number of `SendItems` that this rank has answered so far; more may follow after a restart."""
-    capture_s: float = 0.0
-    """Duration of the capture, in seconds, for the trace."""
+    phases: Phases = ()
+    """Those so far, for the trace."""
     node: str = ""
     """Name of the rank's node, for dividing up replicas; empty if unknown."""
     about: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -174,8 +177,10 @@ class SaveReceipt:
     epoch: int
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
-    staged: tuple[float, int] = (0.0, 0)
-    """Duration of the rank's copies, in seconds, and bytes copied, for the trace."""
+    phases: Phases = ()
+    """For the trace; the last of them ends with this request."""
+    staged_bytes: int = 0
+    """Bytes copied before they were written, for the trace."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,8 @@ class PartsHeld:
     epoch: int
     stager: str
     """Name of the stager, unique to its process."""
+    phases: Phases = ()
+    """Those of the rank, for the trace; the last of them ends with this report."""
     num_bytes: int = 0
     """Bytes copied, for the trace."""
 
@@ -227,6 +234,8 @@ class SaveStaged:
     stager: str = ""
     """Name of the stager that has the bytes, which a restarted coordinator has to ask; empty if the
     rank has no bytes."""
+    phases: Phases = ()
+    """For the trace, of a rank without bytes; the last of them ends with this request."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ node's metrics port, with the prefix `ray_` and, for counters, the suffix `_tota
 part of `pip install "ray[default]"`. Only processes that are connected to Ray record metrics. No
 error of events or metrics fails a save.
 
-`Tracing` records the messages and tasks of a coordinator's saves (`SaveRecorder`). It writes the
-trace of a save beside the checkpoint once its record exists, while `.metadata` is published and
-replaced files are deleted. All times are of the coordinator's clock: a phase ends when the message
-that ends it arrives. The capture, and copies between messages, are durations that the rank reports.
+`Tracing` keeps the phases that ranks send, and the coordinator's tasks (`SaveRecord`). It writes
+the trace of a save beside the checkpoint once its record exists, while `.metadata` is published and
+replaced files are deleted. Durations are those of each rank's own clock. As ranks are compared on
+the coordinator's clock, a rank has begun as early as its messages allow: one that says that it has
+worked for 3 s, and arrives at 10 s, may be late, so the rank began at 7 s or before. What a stager
+writes ends when its report arrives.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -41,6 +43,7 @@ from ray_dcp.commit_protocol.messages import (
     OpKey,
     PartsHeld,
     PartsWritten,
+    Phases,
     Refused,
     Request,
     SaveGo,
@@ -176,11 +179,11 @@ TASKS: dict[type, str] = {
 }
 
 
-class SaveRecorder:
-    """The times of one save, for its trace.
+class SaveRecord:
+    """What the trace of one save is made of: the phases that its ranks sent, and tasks.
 
     Args:
-        first: The first join; it must also be passed to `record_request`.
+        first: The first join.
         unix_s: Time of its arrival, in seconds since 1970.
         now_s: The same time on the monotonic clock of all other times.
 
@@ -194,22 +197,19 @@ class SaveRecorder:
     def __init__(self, first: SaveJoin, unix_s: float, now_s: float) -> None:
         self.attempt = ""
         self._world_size = first.world_size
-        self._by_stagers = first.staged
         self._in_background = first.options.staging == "background"
         self._unix_s = unix_s - now_s
         self._begun: dict[int, float] = {}
-        self._joined: dict[int, float] = {}
-        self._planned: dict[int, float] = {}
-        self._staged_s: dict[int, float] = {}
-        self._written: dict[int, float] = {}
+        self._phases: dict[int, Phases] = {}
         self._staged_bytes: dict[int, int] = {}
+        self._by_stagers: dict[int, float] = {}
         self._bytes: dict[int, dict[int, int]] = {}
         self._reused_bytes: dict[str, dict[int, int]] = {how: {} for how in REUSED[1:]}
         self._where: dict[int, str] = {}
         self._tasks: list[tuple[str, float, float]] = []
 
-    def record_request(self, request: Request, now_s: float, where: str = "") -> None:
-        """Records a request.
+    def add_request(self, request: Request, now_s: float, where: str = "") -> None:
+        """Adds what a request says of its rank.
 
         Args:
             request: A request of this save; if it arrives twice, only the first counts.
@@ -217,40 +217,27 @@ class SaveRecorder:
             where: Process and node of the rank.
         """
         rank = request.rank
-        is_of_it = getattr(request, "attempt", self.attempt) == self.attempt
+        if isinstance(request, SaveJoin):
+            self._begin(rank, request.phases, now_s)
+            if where:
+                self._where[rank] = where
+            return
+        if getattr(request, "attempt", "") != self.attempt or getattr(request, "error", None):
+            return
         match request:
-            case SaveJoin():
-                self._begun.setdefault(rank, now_s - request.capture_s)
-                self._joined.setdefault(rank, now_s)
-                if where:
-                    self._where[rank] = where
-            case _ if not is_of_it or getattr(request, "error", None) is not None:
-                return
             case SaveReceipt():
-                # Who copied and then wrote itself did so one after the other; a stager does both.
-                staged_s, staged_bytes = request.staged
-                self._by_stagers = self._by_stagers and not staged_s
-                if staged_s and rank in self._planned:
-                    self._staged_s.setdefault(rank, self._planned[rank] + staged_s)
-                    self._staged_bytes[rank] = staged_bytes
-                self._count_written(request, now_s)
+                self._staged_bytes[rank] = request.staged_bytes
+                self._count_written(request)
             case PartsHeld():
-                self._staged_s.setdefault(rank, now_s)
                 self._staged_bytes[rank] = request.num_bytes
-            case SaveStaged():
-                self._staged_s.setdefault(rank, now_s)
-            case PartsWritten():
-                self._count_written(request, now_s)
+            case PartsWritten() if self._count_written(request) or rank not in self._by_stagers:
+                self._by_stagers[rank] = now_s
+        if isinstance(request, SaveReceipt | PartsHeld | SaveStaged) and rank not in self._phases:
+            self._phases[rank] = request.phases
+            self._begin(rank, request.phases, now_s)
 
-    def record_answer(self, answer: Answer, now_s: float) -> None:
-        """Records an answer with the assignments of ranks."""
-        if isinstance(answer.reply, SaveGo):
-            self.attempt = answer.reply.attempt
-            for rank in answer.ranks:
-                self._planned.setdefault(rank, now_s)
-
-    def performed(self, task: Task, start_s: float, stop_s: float) -> None:
-        """Records a task of the coordinator."""
+    def add_task(self, task: Task, start_s: float, stop_s: float) -> None:
+        """Adds a task of the coordinator."""
         name = TASKS.get(type(task))
         if name is not None:
             self._tasks.append((name, start_s, stop_s))
@@ -261,21 +248,19 @@ class SaveRecorder:
         Args:
             committed_s: Time of the commit, on the clock of the other times.
         """
-        # Copies: a message that comes late may still be noted, in another thread.
-        begun, joined, planned = dict(self._begun), dict(self._joined), dict(self._planned)
-        held, written = dict(self._staged_s), dict(self._written)
-        if not self.attempt or not begun:
+        # Copies: a message that comes late may still be added, in another thread.
+        sent, begun = dict(self._phases), dict(self._begun)
+        if not self.attempt or not sent:
             return None
+        spans = {rank: _spans(begun[rank], phases) for rank, phases in sent.items()}
+        for rank, written_s in dict(self._by_stagers).items():
+            if "stage" in (own := spans.get(rank, {})):
+                # A stager writes what it has while its rank still hands over the rest.
+                own["write"] = (own["stage"][0], written_s)
         zero_s = min(begun.values())
-        steps = {
-            "capture": (begun, joined),
-            "plan": (joined, planned),
-            "stage": (planned, held),
-            "write": ({**planned, **held} if not self._by_stagers else planned, written),
-        }
         trace = make_trace(
             self.attempt,
-            "async_save" if held else "save",
+            "async_save" if any("stage" in own for own in spans.values()) else "save",
             self._world_size,
             self._unix_s + zero_s,
             committed_s - zero_s,
@@ -283,38 +268,62 @@ class SaveRecorder:
                 Span(name, None, round(start - zero_s, 5), round(stop - zero_s, 5))
                 for name, start, stop in list(self._tasks)
             ],
-            {phase: self._times(phase, *steps[phase], zero_s) for phase in PHASES},
+            {phase: self._times(phase, spans, zero_s) for phase in PHASES},
             where=self._where,
         )
         linked, copied = (sum([*files.values()]) for files in self._reused_bytes.values())
         trace = replace(trace, linked_bytes=linked, copied_bytes=copied)
         return replace(trace, held_by="capture plan") if self._in_background else trace
 
-    def _count_written(self, request: SaveReceipt | PartsWritten, now_s: float) -> None:
+    def _begin(self, rank: int, phases: Phases, now_s: float) -> None:
+        began_s = now_s - sum(took_s for _, took_s in phases)
+        self._begun[rank] = min(began_s, self._begun.get(rank, began_s))
+
+    def _count_written(self, request: SaveReceipt | PartsWritten) -> bool:
+        """Counts files that are durable; returns whether one is new.
+
+        *Why*: a file that two stagers wrote was durable with the first.
+        """
         files = self._bytes.setdefault(request.rank, {})
         before = len(files)
         for receipt in request.files:
             files.setdefault(receipt.file, 0 if receipt.reused else receipt.num_bytes)
             if receipt.reused:
                 self._reused_bytes[receipt.reused][receipt.file] = receipt.num_bytes
-        # Why: a file that two stagers wrote was durable with the first.
-        if len(files) > before or request.rank not in self._written:
-            self._written[request.rank] = now_s
+        return len(files) > before
 
     def _times(
-        self, phase: str, starts: dict[int, float], stops: dict[int, float], zero_s: float
+        self, phase: str, spans: Mapping[int, Mapping[str, tuple[float, float]]], zero_s: float
     ) -> RankTimes:
-        ranks = sorted(starts.keys() & stops.keys())
+        own = {rank: spans[rank][phase] for rank in sorted(spans) if phase in spans[rank]}
         moved = {
             "stage": self._staged_bytes,
             "write": {rank: sum(files.values()) for rank, files in self._bytes.items()},
         }.get(phase, {})
         return RankTimes.of(
-            ranks,
-            [starts[rank] - zero_s for rank in ranks],
-            [stops[rank] - zero_s for rank in ranks],
-            [moved.get(rank, 0) for rank in ranks],
+            list(own),
+            [start - zero_s for start, _ in own.values()],
+            [stop - zero_s for _, stop in own.values()],
+            [moved.get(rank, 0) for rank in own],
         )
+
+
+def _spans(began_s: float, phases: Phases) -> dict[str, tuple[float, float]]:
+    """Returns when each phase of a rank began and ended.
+
+    Args:
+        began_s: When the first one began.
+        phases: What the rank sent.
+
+    Examples:
+        >>> _spans(3.0, (("capture", 1.0), ("plan", 2.0), ("write", 4.0)))
+        {'capture': (3.0, 4.0), 'plan': (4.0, 6.0), 'write': (6.0, 10.0)}
+    """
+    spans = {}
+    for phase, took_s in phases:
+        spans[phase] = (began_s, began_s + took_s)
+        began_s += took_s
+    return spans
 
 
 Performer = Callable[[Task], Result]
@@ -337,7 +346,7 @@ class Tracing:
     ) -> None:
         self._clock = time.monotonic
         self._opener = opener
-        self._saves: dict[OpKey, SaveRecorder] = {}
+        self._saves: dict[OpKey, SaveRecord] = {}
 
     def record_request(self, request: Request, where: object = None) -> None:
         """Records a request.
@@ -348,17 +357,19 @@ class Tracing:
         """
         is_join = isinstance(request, SaveJoin)
         if isinstance(request, SaveJoin) and request.key not in self._saves:
-            self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
+            self._saves[request.key] = SaveRecord(request, time.time(), self._clock())
             if len(self._saves) > MOST_SAVES:
                 del self._saves[next(iter(self._saves))]
         place = str(where) if where is not None and is_join else ""
-        self._record(request.key, lambda save: save.record_request(request, self._clock(), place))
+        self._record(request.key, lambda save: save.add_request(request, self._clock(), place))
 
     def record_answer(self, answer: Answer) -> None:
-        """Records an answer."""
+        """Records the attempt of a save, or that it has failed."""
         if isinstance(answer.reply, Refused):
             self._saves.pop(answer.key, None)
-        self._record(answer.key, lambda save: save.record_answer(answer, self._clock()))
+        save = self._saves.get(answer.key)
+        if save is not None and isinstance(answer.reply, SaveGo):
+            save.attempt = answer.reply.attempt
 
     def perform(self, command: Perform, performer: Performer) -> Result:
         """Performs a task and records its duration; writes the trace beside the last one.
@@ -383,10 +394,10 @@ class Tracing:
         start_s = self._clock()
         result = performer(command.task)
         stop_s = self._clock()
-        self._record(command.key, lambda save: save.performed(command.task, start_s, stop_s))
+        self._record(command.key, lambda save: save.add_task(command.task, start_s, stop_s))
         return result
 
-    def _record(self, key: OpKey, record: Callable[[SaveRecorder], None]) -> None:
+    def _record(self, key: OpKey, record: Callable[[SaveRecord], None]) -> None:
         """Records an event of a save; drops the record if that fails, which fails no save."""
         save = self._saves.get(key)
         try:
@@ -396,7 +407,7 @@ class Tracing:
             self._saves.pop(key, None)
             logger.debug("The record of save %d is dropped", key.seq, exc_info=True)
 
-    def _start_writer(self, save: SaveRecorder, target: Target) -> threading.Thread:
+    def _start_writer(self, save: SaveRecord, target: Target) -> threading.Thread:
         committed_s = self._clock()
 
         def run() -> None:
@@ -407,7 +418,7 @@ class Tracing:
 
         return start_thread(run, "trace")
 
-    def _write(self, save: SaveRecorder, target: Target, committed_s: float) -> None:
+    def _write(self, save: SaveRecord, target: Target, committed_s: float) -> None:
         trace = save.trace(committed_s)
         if trace is None:
             return

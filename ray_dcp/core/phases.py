@@ -1,8 +1,9 @@
 """The phases of a save or load on one rank, measured by one clock. Pure.
 
 The code that saves or loads advances a `PhaseClock` from step to step. Heartbeats, events, metrics,
-reports, DCP's logger and the times that a rank reports for the trace read this clock; none of them
-has another one. (The trace itself uses the coordinator's clock, as it compares ranks.)
+reports, DCP's logger and the trace read this clock; none of them has another one. A rank sends its
+phases with the message that its part is held or written. The trace compares ranks, and has the
+clocks of all begin by the coordinator's one.
 """
 
 from __future__ import annotations
@@ -111,6 +112,15 @@ class PhaseClock:
         """Records when training continues (default: now); only the first call counts."""
         if self._released_s is None:
             self._released_s = self._clock() if at_s is None else at_s
+
+    @property
+    def spent(self) -> tuple[tuple[str, float], ...]:
+        """Each phase so far and its duration, in seconds, in the order in which they began."""
+        with self._lock:
+            found, phase = dict(self.seconds), self.step.phase
+            if phase and self._ended_s is None:
+                found[phase] = found.get(phase, 0.0) + self._clock() - self._phase_s
+            return tuple(found.items())
 
     @property
     def held_s(self) -> float:

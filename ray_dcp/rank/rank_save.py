@@ -25,6 +25,7 @@ from ray_dcp.commit_protocol.messages import (
     Exchange,
     FileReceipt,
     OpKey,
+    Phases,
     Refused,
     Reply,
     Request,
@@ -291,7 +292,7 @@ class RankSave:
             described, error = result_or_error(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
         progress.enter(PLAN)
-        join = replace(join, capture_s=progress.seconds["capture"])
+        join = replace(join, phases=self._phases(join))
         with naming_checkpoint(self.target.url):
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
@@ -354,10 +355,12 @@ class RankSave:
         in_time = partial(run_within, write, timeout_s, progress.stop, overdue)
         files, error = result_or_error(in_time, "writing", rank)
         progress.count_files(files or ())
-        # Why not of a stager of the user's: it copied before this save began.
-        copied = progress.seconds.get("stage", 0.0), progress.bytes.get("stage", 0)
-        staged = copied if self.staged else (0.0, 0)
-        return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged)
+        receipt = SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error)
+        return (
+            replace(receipt, staged_bytes=progress.bytes.get("stage", 0))
+            if self.staged
+            else receipt
+        )
 
     def outcome(
         self,
@@ -380,6 +383,7 @@ class RankSave:
         rank, progress = self.rank, self.progress
         # Why: the rank of a stager can't distinguish its writing from the commit.
         progress.enter(STAGED if isinstance(request, SaveStaged) else COMMIT)
+        request = replace(request, phases=self._phases(request))
         try:
             if progress.abandoned is not None:
                 raise progress.abandoned
@@ -407,6 +411,12 @@ class RankSave:
                 self.history.committed(go.attempt, outcome, files, self.opener)
         progress.over = progress.is_good = True
         return outcome
+
+    def _phases(self, request: SaveJoin | SaveReceipt | SaveStaged) -> Phases:
+        """Returns the phases of this rank until now that are not somebody else's."""
+        # A stager reports itself what it writes; one of the user's copied before this save began.
+        others = ("write" if isinstance(request, SaveStaged) else "") if self.staged else "stage"
+        return tuple(one for one in self.progress.spent if one[0] != others)
 
     def _open(self) -> Storage:
         """Opens the storage that this rank writes to."""

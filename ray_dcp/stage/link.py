@@ -27,7 +27,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.messages import Phases, Target
 from ray_dcp.core import bounds
 from ray_dcp.core.processes import Stop, begin, pid_namespace, wait_all
 from ray_dcp.core.values import RankPlan
@@ -498,6 +498,7 @@ class RankStaging:
         options: SaveOptions,
         published: Published = NOTHING_PUBLISHED,
         reporter: Any = None,
+        spent: Callable[[], Phases] = tuple,
         waits_for: Callable[[str], object] = lambda _: None,
         stop: Stop | None = None,
     ) -> Staged:
@@ -514,6 +515,7 @@ class RankStaging:
             options: Options of the save; `write_timeout_s` bounds each wait for room.
             published: See `ray_dcp.io.writer.write_pieces`.
             reporter: Handle of the actor that receives the report of each file; see `Stager.begin`.
+            spent: Returns the phases of the rank until now.
             waits_for: See `wait_for_room`.
             stop: Ends the staging early, with its error. Ranks that share a file wait for each
                 other.
@@ -539,6 +541,7 @@ class RankStaging:
                 options,
                 window_bytes,
                 dict(published),
+                spent(),
             )
             try:
                 num_bytes = transfer(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ray_dcp.commit_protocol.messages import OpKey, PartsWritten, Target
+from ray_dcp.commit_protocol.messages import OpKey, PartsWritten, Phases, Target
 from ray_dcp.core.values import RankPlan
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import PublishedFile
@@ -92,6 +92,8 @@ class StageOrder:
     """Length of a window."""
     published: Mapping[bytes, tuple[PublishedFile, ...]] = field(default_factory=dict)
     """See `ray_dcp.io.writer.write_pieces`."""
+    phases: Phases = ()
+    """Those of the rank so far, for the trace; the last one goes on until the stager has all."""
 
 
 @dataclass(frozen=True)

@@ -286,6 +286,7 @@ class StagerBackend:
             options=save.options,
             published=save.history.published(go.attempt, save.opener),
             reporter=session.coordinator(),
+            spent=lambda: save.progress.spent,
             waits_for=save.progress.waits_for,
             stop=save.progress.stop,
         )

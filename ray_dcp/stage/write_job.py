@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ray_dcp.commit_protocol.messages import PartsWritten
+from ray_dcp.commit_protocol.messages import PartsWritten, Phases
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.writer import part_key
 from ray_dcp.stage.orders import (
@@ -126,6 +126,8 @@ class Job:
     written_bytes: int = 0
     moved_s: float = field(default_factory=lambda: time.monotonic())
     """When bytes last reached the storage, or the job began; by the monotonic clock."""
+    begun_s: float = field(default_factory=lambda: time.monotonic())
+    """When the rank began to hand its bytes over; by the monotonic clock."""
     error: CheckpointError | None = None
     """Why it ends early."""
     failed_s: float = 0.0
@@ -146,6 +148,12 @@ class Job:
     def is_complete(self) -> bool:
         """Whether all its windows have arrived."""
         return len(self.windows) == self.layout.num_windows
+
+    def phases(self) -> Phases:
+        """Returns the phases of the rank, whose bytes are all here now."""
+        spent = dict(self.order.phases)
+        spent["stage"] = spent.get("stage", 0.0) + time.monotonic() - self.begun_s
+        return tuple(spent.items())
 
     def in_flight(self) -> InFlight:
         """Returns what a load needs to know of this job while its outcome is open."""

@@ -236,9 +236,8 @@ class WriteQueue:
             if not self.awaits(key):
                 return None
             job = self._jobs[key]
-            num_bytes = job.layout.total_bytes
-            report = PartsHeld(key.save, key.rank, key.attempt, key.epoch, stager, num_bytes)
-            return job.reporter, report
+            about = (key.save, key.rank, key.attempt, key.epoch, stager)
+            return job.reporter, PartsHeld(*about, job.phases(), job.layout.total_bytes)
 
     def stuck(self, after_s: float) -> list[str]:
         """Returns the keys at which writers of jobs that have failed hang in the storage.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -20,7 +21,8 @@ from ray_dcp.cli.main import main
 from ray_dcp.cli.showing import chrome_trace, gantt
 from ray_dcp.commit_protocol import messages
 from ray_dcp.commit_protocol.commands import Answer, MakePlan, Perform, PublishMetadata
-from ray_dcp.coordinator.metrics import SaveRecorder, Tracing
+from ray_dcp.coordinator.metrics import SaveRecord, Tracing
+from ray_dcp.core.phases import CAPTURE, PLAN, STAGE, STAGED
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import (
@@ -34,23 +36,34 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.options import SaveOptions
+from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.store.memory import MemoryStorage
 from tests.support import checkpoints, cli_story
 
 ATTEMPT = "0123456789abcdef"
 KEY = messages.OpKey("s", 0)
-PLAN = MakePlan((), 1)
+MAKE_PLAN = MakePlan((), 1)
 NO_CHECKS = np.zeros(0, np.uint64)
 
 
 def join(rank: int, *, staged: bool = False, url: str = "memory://x"):
-    return messages.SaveJoin(
-        KEY, rank, 2, messages.Target(url), SaveOptions(), b"", None, staged, capture_s=0.5
-    )
+    join = messages.SaveJoin(KEY, rank, 2, messages.Target(url), SaveOptions(), b"", None, staged)
+    return replace(join, phases=(("capture", 0.5), ("plan", 0.0)))
 
 
 def go(rank: int, attempt: str = ATTEMPT) -> Answer:
     return Answer(KEY, (rank,), "SaveJoin", messages.SaveGo(attempt, 1, part=RankPlan(rank, ())))
+
+
+def written(
+    rank: int,
+    *files: messages.FileReceipt,
+    attempt: str = ATTEMPT,
+    plan_s: float = 2.0,
+    write_s: float = 1.0,
+) -> messages.SaveReceipt:
+    phases = (("capture", 0.5), ("plan", plan_s), ("write", write_s), ("commit", 0.0))
+    return messages.SaveReceipt(KEY, rank, attempt, 1, files, None, phases)
 
 
 def receipt(file: int, num_bytes: int) -> messages.FileReceipt:
@@ -140,30 +153,31 @@ def test_what_is_no_trace_is_refused(change):
         decode_trace(body + ending)
 
 
-# --- the notes ----------------------------------------------------------------------------------
+# --- the record ---------------------------------------------------------------------------------
 
 
-def test_the_notes_of_a_save_become_its_phases():
-    recorder = SaveRecorder(join(0), unix_s=1000.0, now_s=10.0)
-    recorder.record_request(join(0), 10.0, "pid 1 on a")
-    recorder.record_request(join(1), 11.0, "pid 2 on b")
-    recorder.performed(PLAN, 11.0, 11.5)
-    for rank in (0, 1):
-        recorder.record_answer(go(rank), 12.0)
-    recorder.record_request(
-        messages.SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0
-    )
-    recorder.record_request(
-        messages.SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0
-    )  # again
-    recorder.record_request(messages.SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
-    recorder.record_request(messages.SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
-    trace = recorder.trace(committed_s=16.0)
+def recorded(*, staged: bool = False) -> SaveRecord:
+    record = SaveRecord(join(0, staged=staged), unix_s=1000.0, now_s=10.0)
+    record.add_request(join(0, staged=staged), 10.0, "pid 1 on a")
+    record.add_request(join(1, staged=staged), 11.0, "pid 2 on b")
+    record.attempt = ATTEMPT
+    record.add_task(MAKE_PLAN, 11.0, 11.5)
+    return record
+
+
+def spans(trace: SaveTrace | None) -> list[tuple[str, int | None, float, float, int]]:
     assert trace is not None
-    assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
-    assert trace.committed_s == 6.5
-    assert trace.mode == "save"
-    assert [(s.phase, s.rank, s.start_s, s.stop_s, s.num_bytes) for s in trace.spans] == [
+    return [(s.phase, s.rank, s.start_s, s.stop_s, s.num_bytes) for s in trace.spans]
+
+
+def test_the_phases_that_ranks_send_are_those_of_the_trace():
+    record = recorded()
+    record.add_request(written(0, receipt(0, 5), receipt(1, 6)), 13.0)
+    record.add_request(written(0, receipt(0, 5), receipt(1, 6), write_s=2.0), 14.0)  # again
+    record.add_request(written(1, receipt(2, 9), attempt="another"), 13.0)
+    record.add_request(written(1, receipt(2, 9), plan_s=1.0, write_s=3.5), 15.5)
+    trace = record.trace(committed_s=16.0)
+    assert spans(trace) == [
         ("plan", None, 1.5, 2.0, 0),
         ("capture", 0, 0.0, 0.5, 0),
         ("plan", 0, 0.5, 2.5, 0),
@@ -172,9 +186,73 @@ def test_the_notes_of_a_save_become_its_phases():
         ("plan", 1, 1.5, 2.5, 0),
         ("write", 1, 2.5, 6.0, 9),
     ]
+    assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
+    assert (trace.mode, trace.committed_s) == ("save", 6.5)
     assert [(one.rank, one.phase, one.where) for one in trace.stragglers] == [
         (1, "write", "pid 2 on b"), (1, "capture", "pid 2 on b"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("join_s", "last_s"), [(0.0, 0.25), (0.25, 0.0)])
+def test_a_message_that_is_late_moves_no_phase_and_makes_none_longer(join_s: float, last_s: float):
+    record = SaveRecord(join(0), unix_s=1000.0, now_s=10.0)
+    record.attempt = ATTEMPT
+    for rank in (0, 1):
+        late = (join_s, last_s) if rank else (0.0, 0.0)
+        record.add_request(join(rank), 10.0 + late[0])
+        record.add_request(written(rank, receipt(rank, 5)), 13.0 + late[1])
+    assert spans(record.trace(16.0)) == [
+        span
+        for rank in (0, 1)
+        for span in (
+            ("capture", rank, 0.0, 0.5, 0), ("plan", rank, 0.5, 2.5, 0),
+            ("write", rank, 2.5, 3.5, 5),
+        )
+    ]  # fmt: skip
+
+
+def test_a_stager_writes_while_its_rank_hands_over_and_a_rank_beside_it_afterwards():
+    record = recorded(staged=True)
+    phases = (("capture", 0.5), ("plan", 1.5), ("stage", 1.0))
+    record.add_request(messages.PartsHeld(KEY, 0, ATTEMPT, 1, "s0", phases, 11), 13.0)
+    for at_s, file in ((13.5, receipt(0, 5)), (14.0, receipt(1, 6)), (15.0, receipt(1, 6))):
+        record.add_request(messages.PartsWritten(KEY, 0, ATTEMPT, 1, (file,)), at_s)
+    own = (*phases, ("write", 1.5), ("commit", 0.0))
+    record.add_request(
+        messages.SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),), None, own, 9), 14.5
+    )
+    record.add_request(messages.SaveStaged(KEY, 0, ATTEMPT, 1, None, "s0", (("stage", 9.0),)), 15.0)
+    trace = record.trace(committed_s=16.0)
+    assert trace.mode == "async_save"
+    assert spans(trace)[1:] == [
+        ("capture", 0, 0.0, 0.5, 0),
+        ("plan", 0, 0.5, 2.0, 0),
+        ("stage", 0, 2.0, 3.0, 11),
+        ("write", 0, 2.0, 4.5, 11),
+        ("capture", 1, 0.5, 1.0, 0),
+        ("plan", 1, 1.0, 2.5, 0),
+        ("stage", 1, 2.5, 3.5, 9),
+        ("write", 1, 3.5, 5.0, 9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("staged", "sends", "phases"),
+    [
+        (False, messages.SaveReceipt, ["capture", "plan", "write"]),
+        (True, messages.SaveReceipt, ["capture", "plan", "stage", "write"]),
+        (True, messages.SaveStaged, ["capture", "plan", "stage"]),
+    ],
+)
+def test_a_rank_sends_its_own_phases(staged: bool, sends: type, phases: list[str]):
+    """Not what a stager writes after it, or has copied for it before it began."""
+    target = messages.Target("memory://x")
+    save = RankSave(KEY, rank=0, world_size=1, target=target, options=SaveOptions(), staged=staged)
+    for step in [CAPTURE, PLAN, STAGE, STAGED]:
+        save.progress.enter(step)
+    assigned = messages.SaveGo(ATTEMPT, 1, part=RankPlan(0, ()))
+    sent = next(save.outcome(assigned, sends(KEY, 0, ATTEMPT, 1)))
+    assert [phase for phase, _ in sent.phases if phase != "commit"] == phases
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -183,7 +261,7 @@ def test_the_notes_of_a_save_become_its_phases():
 def noted(tracing: Tracing, **options: object) -> Perform:
     tracing.record_request(join(0, **options))
     tracing.record_answer(go(0))
-    tracing.record_request(messages.SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
+    tracing.record_request(written(0, receipt(0, 5)))
     return Perform(KEY, PublishMetadata(messages.Target("memory://trace-file"), 1, None))
 
 
@@ -214,12 +292,11 @@ def test_notes_that_go_wrong_change_nothing(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("a bug")
 
     tracing = Tracing(opener=broken)
-    monkeypatch.setattr(SaveRecorder, "record_request", broken)
+    monkeypatch.setattr(SaveRecord, "add_request", broken)
     tracing.record_request(join(0))
-    monkeypatch.setattr(SaveRecorder, "record_answer", broken)
-    monkeypatch.setattr(SaveRecorder, "performed", broken)
+    monkeypatch.setattr(SaveRecord, "add_task", broken)
     tracing.record_answer(go(0))
-    assert tracing.perform(Perform(KEY, PLAN), lambda task: "done") == "done"
+    assert tracing.perform(Perform(KEY, MAKE_PLAN), lambda task: "done") == "done"
 
 
 # --- beside real checkpoints --------------------------------------------------------------------
@@ -251,6 +328,17 @@ def test_every_save_of_a_process_leaves_one_trace(tmp_path: Path, is_async: bool
     assert trace.num_bytes == view.num_bytes
     report = ray_dcp.verify(tmp_path / "c")
     assert (report.ok, report.notes) == (True, ())
+
+
+def test_the_trace_has_the_seconds_of_the_report(tmp_path: Path):
+    handle = ray_dcp.async_save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "c")
+    handle.result()
+    told = handle.report().seconds
+    trace = ray_dcp.open(tmp_path / "c").trace
+    took = {s.phase: s.stop_s - s.start_s for s in trace.spans if s.rank == 0}
+    rounded_s = 1.1e-5  # both ends of a span are rounded
+    assert took == {phase: pytest.approx(told[phase], abs=rounded_s) for phase in took}
+    assert took.keys() == told.keys() - {"commit"}
 
 
 def test_a_trace_goes_with_its_checkpoint_and_one_that_came_too_late_is_collected(tmp_path: Path):
