@@ -1,8 +1,8 @@
 """Replicas under torchft in one Ray Train run; in each phase of a save a worker is killed.
 
 The workers are those of `docs/examples/ray_train_replicas.py`, so that torchft has to be installed.
-Of each kill: the run goes on, the next save is committed by who is left, a later one by all, and
-every committed step holds the values that its replicas had.
+Of each kill: the run goes on, the next save is committed, the replacement takes part in one after
+it has restored, and every committed step holds the values that its replicas had.
 
 By hand: `python -m tests.chaos.replicas --rounds 5`.
 """
@@ -84,8 +84,12 @@ def train(config: dict[str, Any]) -> None:
 
 
 def digest_of(state: dict[str, Any]) -> float:
+    """Returns the sum of weights and of what the optimizer has of them."""
+    values = [*state["model"].parameters()]
+    for one in state["optimizer"].state.values():
+        values += [one["step"], one["exp_avg"], one["exp_avg_sq"]]
     with torch.no_grad():
-        return float(sum(one.double().sum() for one in state["model"].parameters()))
+        return float(sum(one.double().sum() for one in values))
 
 
 def die_at(phase: str, mark: Path, rank: int, step: int) -> Callable[[], object]:
@@ -117,19 +121,27 @@ def judge(folder: Path, result: Any) -> Counter[str]:
     for one in notes(folder, "digest"):
         digests.setdefault(one["step"], set()).add(one["digest"])
     for step, view in steps.items():
-        state = {"model": torch.nn.Linear(8, 1)}
+        model = torch.nn.Linear(8, 1)
+        state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        state["torchft"] = {"step": -1}
         ray_dcp.load(state, checkpoint_id=view.path.url, no_dist=True)
         found["committed"] += 1
-        found["wrong"] += digests[step] != {digest_of(state)}
+        found["wrong"] += (digests[step], state["torchft"]["step"]) != ({digest_of(state)}, step)
     due = sorted(digests)
+    begun: dict[int, list[int | None]] = {}
+    for one in notes(folder, "began"):
+        begun.setdefault(one["rank"], []).append(one["began"])
     for mark in sorted(folder.glob("kill-*"), key=lambda one: int(one.name[5:])):
-        _, at, phase = mark.read_text().split(" ", 2)
+        rank, at, phase = mark.read_text().split(" ", 2)
         later = [step for step in due if step > int(at)]
         found["killed"] += 1
         found["save lost"] += int(at) not in steps
         found["next committed"] += later[0] in steps
         sizes = [steps[step].view.world_size if step in steps else 0 for step in later]
-        found[f"together again after {sizes.index(2) + 1} saves"] += 1
+        begun[int(rank)].pop(0)
+        restored = begun[int(rank)][0]
+        own = [size for step, size in zip(later, sizes, strict=True) if step > (restored or 0)]
+        found[f"replacement in save {own.index(2) + 1} after it restored"] += 1
         print(
             f"{mark.name}: {phase}; step {at} {'kept' if int(at) in steps else 'lost'}", sizes[:3]
         )
