@@ -1,7 +1,8 @@
 """A platform of verl without an accelerator, for `verl_trainer.py`: a plug-in of verl.
 
 verl registers its FSDP engines for CUDA and NPU. Here they are registered for this platform, too,
-and a worker begins the process group with gloo.
+a worker begins the process group with gloo, and a critic does without FlashAttention, which verl
+asks for by name.
 """
 
 import os
@@ -19,7 +20,7 @@ class PlatformCPU(PlatformCUDA):
     device_module = torch.cpu
 
     def is_available(self) -> bool:
-        return True
+        return False  # no accelerator, with random states of its own
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return True
@@ -66,6 +67,7 @@ def begin() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
+    import verl.utils.model
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp import transformer_impl as fsdp
 
@@ -77,3 +79,17 @@ def begin() -> None:
         EngineRegistry.register(
             model_type=model_type, backend=["fsdp", "fsdp2"], device="cpu", vendor="cpu"
         )(engine)
+    # verl's engine looks the function up when it makes a critic.
+    verl.utils.model.load_valuehead_model = make_critic
+
+
+def make_critic(
+    local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+) -> Any:
+    """Returns the model that verl's `load_valuehead_model` does, with plain attention."""
+    from transformers import AutoModelForTokenClassification
+
+    torch.manual_seed(0)  # the checkpoint of a language model has no head of values
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, attn_implementation="eager"
+    )

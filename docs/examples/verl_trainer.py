@@ -2,7 +2,7 @@
 
 verl's own workers hold an actor and a critic, sharded by FSDP2, and verl's own trainer saves and
 loads them, by the methods that ray_dcp.integrations.verl has put in their place. What is left out
-of verl is the rollouts, which need an accelerator: here a step makes gradients itself.
+of verl is the rollouts, whose servers need an accelerator: here a step makes gradients itself.
 
 A second call, on any number of ranks, goes on from the last step. `--stock` uses verl without the
 plug-in. Needs verl 0.9.1 with what it imports, beside this file `verl_on_cpu.py`, and a Ray with
@@ -110,7 +110,8 @@ def make_trainer(run: str, last_step: int, num_ranks: int, **options: Any) -> An
     model = f"{run}-model"
     if not Path(model).exists():
         make_model(model)
-    checkpoint = {"save_contents": ["model", "optimizer", "extra"], "async_save": False}
+    contents = ["model", "optimizer", "extra", "hf_model:3"]  # a model of each third step
+    checkpoint = {"save_contents": contents, "async_save": False}
     checkpoint |= {key: options.pop(key) for key in list(checkpoint) if key in options}
     of_trainer = {
         "default_local_dir": run,

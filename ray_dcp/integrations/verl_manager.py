@@ -327,8 +327,8 @@ def export_pretrained(
     """Writes the model of a checkpoint with its config and tokenizer, for `from_pretrained`.
 
     Args:
-        checkpoint_id: Path or URL of a checkpoint that a `RayDcpCheckpointManager` saved, such as
-            `RUN/global_step_100/actor`; or a part of a committed step.
+        checkpoint_id: Path or URL of a checkpoint that a `RayDcpCheckpointManager` saved; or a part
+            of a committed step, as `JobCheckpoints.at` returns it.
         path: The new folder.
         dtype: As for `ray_dcp.export`.
 
