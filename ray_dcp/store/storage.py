@@ -119,9 +119,11 @@ def threads_for(storage: object, num_requests: int) -> int:
         num_requests: Number of requests.
 
     Examples:
-        >>> threads_for(None, 40), threads_for(None, 400)
-        (1, 8)
+        >>> threads_for(None, 1), threads_for(None, 40), threads_for(None, 400)
+        (1, 1, 8)
     """
+    if num_requests < 2:
+        return 1  # without asking a local storage for its traits, which reads the mounts
     paid = int(num_requests * read_traits_of(storage).request_s / _THREAD_S)
     return max(1, min(paid, num_requests, _MOST_THREADS))
 

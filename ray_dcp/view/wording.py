@@ -53,13 +53,19 @@ def count_text(count: int, noun: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """Returns a number in at most four digits, without an exponent if possible.
+    """Returns a number in about four digits, without an exponent if possible.
 
     Examples:
-        >>> number_text(2.31), number_text(0.000123456), number_text(1234567.0)
-        ('2.31', '0.0001235', '1.235e+06')
+        >>> number_text(2.31), number_text(0.000123456), number_text(12345.6)
+        ('2.31', '0.0001235', '12346')
+        >>> number_text(1229000.0), number_text(-3.2e9), number_text(7e21)
+        ('1.229 M', '-3.2 G', '7e+21')
     """
-    return f"{value:.4g}"
+    # Why from 999,999.5 on: below, it is rounded to six digits.
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if unit - 0.5 <= abs(value) < 1e15:
+            return f"{value / unit:.4g} {name}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -24,6 +24,7 @@ from ray_dcp.format.table import decode_table
 from ray_dcp.io import checkpoint
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
+from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
@@ -235,6 +236,27 @@ def test_a_tag_on_several_steps_names_none_of_them_and_one_without_number_takes_
         view["x"]
     with pytest.raises(errors.InvalidRequestError, match="steps with a number"):
         view.tag("final", "x")
+
+
+def test_details_of_many_steps_do_not_read_the_mounts_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with ray_dcp.CheckpointManager(tmp_path, 1) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"w": torch.full((8, 2), float(step))})
+    asked: list[str] = []
+    kind_of = local.mount_kind
+
+    def counting(directory: str) -> str | None:
+        asked.append(directory)
+        return kind_of(directory)
+
+    monkeypatch.setattr(local, "mount_kind", counting)
+    found = CliRunner().invoke(main, ["--json", "ls", "--full", str(tmp_path)])
+    assert [(one["layout"], one["new_bytes"]) for one in json.loads(found.output)] == [
+        ("whole", 64)
+    ] * 6
+    assert len(asked) < 6
 
 
 def test_the_states_of_steps_that_are_not_whole(run: Path):
