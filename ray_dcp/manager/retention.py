@@ -495,8 +495,8 @@ def _bounds(
 
     *Why by parts*: what is not read may lie between the best and the worst. Of the losses 1, 1, ?
     and 2, `~BestN(1, "loss") & ~BestN(2, "loss", "max")` keeps the first step if ? is 1, and by
-    neither guess. A `BestN` alone keeps the most other steps if the step is not there, and the fewest
-    if it is the best one; a negation swaps the two bounds.
+    neither guess. A `BestN` alone keeps the most other steps if the step is not there, and the
+    fewest if it is the best one; a negation swaps the two bounds.
     """
     if isinstance(policy, KeepAnyOf | KeepAllOf | KeepNot):
         sure, maybe = zip(*(_bounds(part, guessed) for part in policy.policies), strict=True)
