@@ -733,7 +733,8 @@ def step_cells(
     """
     metrics = metric_names(run)
     marks: dict[str, list[str]] = {}
-    for key in ("latest", "best"):
+    for key in ("latest", *(("best",) if len(metrics) < 2 else (f"best:{n}" for n in metrics))):
+        # Suppressed: there is none, or it is not known whether small or large values are better.
         with suppress(CheckpointError):
             marks.setdefault(run.step(key).name, []).append(key)
     return [
@@ -831,7 +832,8 @@ def _steps_table(run: RunView, *, details: bool) -> list[str]:
         cells = {name: draw.safe(draw.clip(told, 400)) for name, told in row.items()}
         label = draw.safe(draw.clip(row["step"] or step.name, 260))
         cells["step"] = f"<b title='{draw.safe(step.name)}'>{label}</b>"
-        cells["mark"] = cells["mark"].replace("best", f"<span style='color:{AMBER}'>★</span>")
+        star = f"<span style='color:{AMBER}'>★</span>"
+        cells["mark"] = re.sub(r"(?<!\S)best(?::|(?!\S))", f"{star} ", cells["mark"])
         dot = f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>"
         cells["state"] = f"{dot}{step.state}"
         new = step.new_bytes if details and step.is_readable else None

@@ -29,7 +29,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
 from ray_dcp.view.run_listing import ListedCheckpoint, list_checkpoints
-from ray_dcp.view.run_view import RunView, split_address
+from ray_dcp.view.run_view import RunView, picture_steps, split_address, step_cells
 from ray_dcp.view.step_choice import best_of_run, choose
 from tests.support import checkpoints
 from tests.support.storages import interpose
@@ -236,6 +236,18 @@ def test_a_tag_on_several_steps_names_none_of_them_and_one_without_number_takes_
         view["x"]
     with pytest.raises(errors.InvalidRequestError, match="steps with a number"):
         view.tag("final", "x")
+
+
+def test_the_best_step_by_each_of_two_metrics_is_marked(tmp_path: Path):
+    with ray_dcp.CheckpointManager(tmp_path, 1) as manager:
+        for step, loss, accuracy in ((1, 0.1, 0.2), (2, 0.3, 0.9), (3, 0.2, 0.5)):
+            metrics = {"loss": loss, "accuracy": accuracy, "seen": step + 0.5}
+            manager.save(step, {"w": torch.ones(2)}, metrics=metrics)
+    run = ray_dcp.open_run(tmp_path)
+    cells = step_cells(run, run.steps, details=False, now_s=0.0)
+    assert [row["mark"] for row in cells] == ["best:loss", "best:accuracy", "latest"]
+    shown = picture_steps(run).html
+    assert shown.count("★</span> loss") == shown.count("★</span> accuracy") == 1
 
 
 def test_details_of_many_steps_do_not_read_the_mounts_for_each(
