@@ -11,6 +11,7 @@ from typing import Any
 from ray_dcp import events
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
@@ -40,7 +41,7 @@ from ray_dcp.session import ray_calls
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import target_of
-from ray_dcp.view.verify import VerifyReport, verify
+from ray_dcp.view.verify import verify
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,8 @@ class JobCheckpoints:
 
         A driver that saves waits first for the steps that an earlier driver left being saved. A
         damaged step is skipped with a warning that names the part; so the step is the same for
-        everyone to whom its parts are handed.
+        everyone to whom its parts are handed. Unless this is `read_only`, it is also marked: steps
+        may be saved again from the one that is returned on, of the damaged ones' numbers as well.
 
         Args:
             verifies: Whether all bytes of a step are read and compared with their checksums before
@@ -195,9 +197,8 @@ class JobCheckpoints:
             CheckpointExistsError: Another driver writes the run.
             StorageError: The storage can't be read.
         """
-        if not self._read_only:
-            self._attached()
-        skipped: list[tuple[StepFound, str]] = []
+        line = None if self._read_only else self._attached()
+        skipped: list[tuple[StepFound, CheckpointError]] = []
         num_gone = 0
         while num_gone < _MOST_LOOKS:
             catalogue = look(self._root, self._settings.names)
@@ -217,14 +218,17 @@ class JobCheckpoints:
                     _end(lease)
                     continue
                 parts, problem = self._check(found, verifies)
+                if problem is None and line is not None:
+                    self._tell_loaded(line, found, skipped, verifies)
             except BaseException:
                 _end(lease)
                 raise
-            if not problem:
+            if problem is None:
                 for one, why in skipped:
                     events.warn(
                         f"Step {found.step} of {self.path} is taken instead of the newer step "
-                        f"{one.step}, which is damaged: {why}. Look at it with `ray-dcp verify`",
+                        f"{one.step}, which is damaged: {why}. It neither counts for retention nor "
+                        f"is it deleted, and may be saved again; look at it with `ray-dcp verify`",
                         stacklevel=2,
                     )
                 return CommittedStep(self._root, found, parts, lease)
@@ -238,7 +242,7 @@ class JobCheckpoints:
             )
         if not skipped:
             return None
-        told = "; ".join(f"step {one.step}: {why}" for one, why in skipped)
+        told = "; ".join(f"step {one.step}: {why.message}" for one, why in skipped)
         raise DamagedCheckpointError(
             f"expected a step that is whole in {self.path}, but all are damaged: {told}",
             checkpoint_id=self.path,
@@ -319,6 +323,22 @@ class JobCheckpoints:
         self._line = Line(name, NAMESPACE, self._nonce, self._root)
         return self._line
 
+    def _tell_loaded(
+        self,
+        line: Line,
+        found: StepFound,
+        skipped: Sequence[tuple[StepFound, CheckpointError]],
+        is_verified: bool,
+    ) -> None:
+        """Lets the run's coordinator know which step is taken, and mark those that are damaged."""
+        attempt = found.attempt if is_verified else ""
+        passed = [(one.step, one.attempt, error) for one, error in skipped]
+        line.call(
+            lambda actor: actor.loaded.remote(line.nonce, found.step, attempt, passed),
+            step=found.step,
+            timeout_s=self._options.plan_timeout_s,
+        )
+
     def _lease(self, step: int) -> ReaderLease | None:
         lease = ReaderLease(self._root, step, lease_s=self._settings.lease_s)
         try:
@@ -329,33 +349,52 @@ class JobCheckpoints:
             return None
         return lease
 
-    def _check(self, found: StepFound, verifies: bool) -> tuple[dict[str, PartRecord], str]:
-        """Returns the parts of a step, and what is damaged of it; "" if it is whole."""
+    def _check(
+        self, found: StepFound, verifies: bool
+    ) -> tuple[dict[str, PartRecord], CheckpointError | None]:
+        """Returns the parts of a step, and what is damaged of it; None if it is whole."""
         try:
             parts = read_parts(self._root, found)
             if verifies:
-                reports = self._verify(found)
-                unread = [str(one) for report in reports for one in report.unread]
-                if unread:
-                    # Why not damage: an earlier step would be taken, and the newer ones be lost.
-                    raise StorageError(
-                        f"step {found.step} of {self.path} can't be verified, as its storage does "
-                        f"not read {'; '.join(unread[:3])}. Call latest again once it does, or "
-                        f"with verifies=False",
-                        checkpoint_id=self.path,
-                        step=found.step,
-                    )
-                problems = [str(p) for report in reports for p in report.problems]
-                return parts, "; ".join(problems[:3])
+                self._verify(found)
         except (DamagedCheckpointError, CheckpointNotFoundError) as error:
-            return {}, str(error)
-        return parts, ""
+            return {}, error
+        return parts, None
 
-    def _verify(self, found: StepFound) -> list[VerifyReport]:
+    def _verify(self, found: StepFound) -> None:
+        """Reads all bytes of a step.
+
+        Raises:
+            DamagedCheckpointError: A part is damaged; the error has its place, and a key in it.
+            CheckpointNotFoundError: A part is missing.
+            StorageError: A part can't be read.
+        """
         places = [self._root.below(folder) for folder in folders_of(found).values()]
-        if ray_calls.this_connection() is None:
-            return [verify(place) for place in places]
-        return verify_all(places)
+        is_alone = ray_calls.this_connection() is None
+        reports = [verify(place) for place in places] if is_alone else verify_all(places)
+        unread = [str(one) for report in reports for one in report.unread]
+        if unread:
+            # Why not damage: an earlier step would be taken, and the newer ones be lost.
+            raise StorageError(
+                f"step {found.step} of {self.path} can't be verified, as its storage does "
+                f"not read {'; '.join(unread[:3])}. Call latest again once it does, or "
+                f"with verifies=False",
+                checkpoint_id=self.path,
+                step=found.step,
+            )
+        damaged = [
+            (place.url, one)
+            for place, report in zip(places, reports, strict=True)
+            for one in report.problems
+        ]
+        if damaged:
+            place, first = damaged[0]
+            raise DamagedCheckpointError(
+                "; ".join(str(one) for _, one in damaged[:3]),
+                checkpoint_id=place,
+                step=found.step,
+                key=first.file,
+            )
 
 
 def _end(lease: ReaderLease | None) -> None:

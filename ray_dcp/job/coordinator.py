@@ -336,6 +336,38 @@ class JobCoordinator:
             self._forget()
             return opened
 
+    async def loaded(
+        self,
+        nonce: str,
+        step: int,
+        attempt: str,
+        skipped: Sequence[tuple[int, str, CheckpointError]],
+    ) -> None:
+        """Accepts from which step the driver goes on; see `Writer.loaded`.
+
+        Args:
+            nonce: Of the driver.
+            step: The step.
+            attempt: Attempt that committed it; "" if its bytes were not verified.
+            skipped: Number, attempt and error of the newer steps that are damaged.
+
+        Raises:
+            CheckpointExistsError: Another driver took its place, or another process the run.
+            StorageError: The storage failed.
+        """
+        writer, _ = self._of_driver(nonce)
+
+        def record() -> None:
+            errors = {}
+            if skipped:
+                # Careful: who lost the run marks nothing; what was saved again since is whole.
+                writer.take_lease()
+                known = {(one.step, one.attempt) for one in writer.look().steps.values()}
+                errors = {one: error for one, seen, error in skipped if (one, seen) in known}
+            writer.loaded(step, attempt, errors)
+
+        await asyncio.to_thread(record)
+
     def _of_driver(self, nonce: str) -> tuple[Writer, JobSettings]:
         """Returns what the driver of the run writes with.
 

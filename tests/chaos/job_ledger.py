@@ -38,6 +38,7 @@ import ray_dcp
 from ray_dcp.data import Frontier
 from ray_dcp.errors import CheckpointError
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
+from ray_dcp.session.session import LEASE_S
 from tests.support.daemons import Daemons
 from tests.support.processes import eventually, marked
 from tests.support.programs import forks
@@ -57,8 +58,9 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1", "RAY_memory_monitor_refresh_ms": "0",
 }  # fmt: skip
-QUIET_S = 60.0
-"""How soon all that a driver started has ended after it, in seconds."""
+QUIET_S = LEASE_S + 60.0
+"""How soon all that a driver started has ended after it, in seconds: coordinators of sessions in
+which no rank ever registered, and stagers, stay for their lease."""
 MOST_STEPS = 60
 """Most steps of a run: the program has so many prompts."""
 
@@ -195,10 +197,10 @@ class Player:
         if self.num_steps != self.blow.nth:
             return open_step()
         if self.blow.phase == "training":
-            self.strike()
+            self.strike(number)
         step = open_step()
         if self.blow.phase == "opened":
-            self.strike()
+            self.strike(number)
         elif self.blow.phase in ("durable", "committed"):
             hold_record(self.run, number, self.marks)
         if self.blow.phase in ("saving", "durable", "committed"):
@@ -208,24 +210,24 @@ class Player:
     def given(self, *_: Any) -> None:
         """Is called within a step, once all parts are staged or soon will be."""
         if (self.num_steps, self.blow.phase) == (self.blow.nth, "given"):
-            self.strike()
+            self.strike(self.step)
 
     def strike_later(self, step: ray_dcp.JobStep) -> None:
         """Strikes once a step is in the phase."""
         phase = self.blow.phase
         if phase == "saving":
             assert eventually(lambda: step.report().parts["policy"].is_begun)
-            return self.strike()
+            return self.strike(step.step)
         if phase == "committed":
             (self.marks / "durable-over").touch()
         assert eventually((self.marks / phase).exists)
-        self.strike()
+        self.strike(step.step)
         for name in ("durable-over", "committed-over"):
             (self.marks / name).touch()
         return None
 
-    def strike(self) -> None:
-        """Kills the victim."""
+    def strike(self, number: int) -> None:
+        """Kills the victim in a step; the driver may have opened the next one meanwhile."""
         victim, working = self.blow.victim, working_for_jobs(self.mark)
         match victim:
             case "trainer":
@@ -239,7 +241,7 @@ class Player:
             case _:
                 pids = [pid for pid, title in working.items() if title in TITLES.get(victim, ())]
         threading.Event().wait(self.blow.delay_s)
-        (self.marks / "struck").write_text(json.dumps([self.step, len(pids)]))
+        (self.marks / "struck").write_text(json.dumps([number, len(pids)]))
         if self.blow.ends_driver():
             pids.append(os.getpid())
         for pid in pids:
@@ -301,6 +303,8 @@ class Table:
     def __init__(self, root: Path) -> None:
         self._programs, self._daemons, self._root = Programs(), Daemons(), root
         self._num_runs, self._ended_s = 0, dict[int, float]()
+        self.longest: dict[str, float] = {}
+        """For how long processes were seen to outlive their driver, by title, in seconds."""
         self._new_run()
 
     def _new_run(self) -> None:
@@ -374,9 +378,11 @@ class Table:
         """Returns what has outlived its driver by more than it may."""
         working, now_s = working_for_jobs(mark), time.monotonic()
         self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in working}
-        old = [pid for pid, ended_s in self._ended_s.items() if now_s - ended_s > QUIET_S]
-        # These are of a run, and serve the next driver.
-        late = [f"{working[pid]} {pid}" for pid in old if working[pid] not in OF_RUN]
+        # Those of a run serve the next driver.
+        old_s = {p: now_s - s for p, s in self._ended_s.items() if working[p] not in OF_RUN}
+        for pid, age_s in old_s.items():
+            self.longest[working[pid]] = max(age_s, self.longest.get(working[pid], 0.0))
+        late = [f"{working[pid]} {pid}" for pid, age_s in old_s.items() if age_s > QUIET_S]
         return [f"after {QUIET_S:g} s there are still {', '.join(late)}"] if late else []
 
     def left(self) -> list[str]:
@@ -418,6 +424,8 @@ def main() -> None:
             for one in table.left():
                 bad += 1
                 print(one, flush=True)
+            ages = ", ".join(f"{title} {age_s:.0f} s" for title, age_s in table.longest.items())
+            print(f"outlived their driver, where seen: {ages or 'none'}", flush=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     print(f"{number} games (seed {chosen.seed}), {bad} in which something was wrong")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,9 +34,12 @@ from ray_dcp.errors import (
 from ray_dcp.job.value import save_values
 from ray_dcp.options import SaveOptions
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
+from ray_dcp.store.opening import open_storage
+from ray_dcp.view.damage_marks import read_marks
 from tests.chaos.job_ledger import wrong_in
 from tests.integration.conftest import mend
 from tests.integration.test_frameworks import example
+from tests.support.checkpoints import flip
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -426,6 +430,49 @@ def test_a_value_is_kept_as_it_was_and_calls_that_come_twice_are_one(tmp_path: P
     assert step.result(120) == step.checkpoint_id
     with pytest.raises(ParticipantError, match=r"ask JobStep\.result"):
         step.report()
+
+
+def test_a_damaged_step_that_latest_went_past_may_be_saved_again(tmp_path: Path):
+    run = ray_dcp.JobCheckpoints(tmp_path, PARTS)
+
+    def both(step: ray_dcp.JobStep) -> None:
+        for name in PARTS:
+            step.put(name, {"x": torch.full((100,), float(step.step))})
+
+    def keeping(step: ray_dcp.JobStep) -> None:
+        step.keep("policy")
+        step.put("buffer", [step.step])
+
+    for number, give in ((1, both), (2, keeping), (10, both), (20, keeping)):
+        give_step(run, number, give)
+    (shared,) = (tmp_path / "step-00000020" / "policy").glob("*.distcp")
+    flip(shared, shared.stat().st_size // 2)
+    reader = ray_dcp.JobCheckpoints(tmp_path, PARTS, read_only=True)
+    for who, marked in ((reader, set[int]()), (run, {10, 20})):
+        with pytest.warns(UserWarning, match="is taken instead") as told:
+            assert who.latest().step == 2
+        passed = [
+            re.findall(r"newer step (\d+), which is damaged", str(one.message)) for one in told
+        ]
+        assert passed == [["20"], ["10"]]
+        assert marked_steps(tmp_path) == marked
+    # The history goes on from step 2: with other steps, and with those of these numbers.
+    give_step(run, 3, keeping)
+    give_step(run, 10, keeping)
+    # So it does with another coordinator, which has been told nothing.
+    run.close()
+    assert eventually(lambda: not has_coordinator(tmp_path))
+    later = ray_dcp.JobCheckpoints(tmp_path, PARTS)
+    give_step(later, 20, keeping)
+    assert marked_steps(tmp_path) == set()
+    with later.latest() as last:
+        assert (last.step, last.kept_from) == (20, {"policy": 10})
+        assert last.value("policy")["x"].tolist() == [1.0] * 100
+    later.close()
+
+
+def marked_steps(run: Path) -> set[int]:
+    return {step for step, _ in read_marks(Target(str(run)), open_storage)}
 
 
 @ray.remote(num_cpus=0)
