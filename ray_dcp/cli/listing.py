@@ -78,10 +78,11 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     one of its parts), stock (not written by ray_dcp), deleted, or unreadable. PARTS are those of a
     step of a job, or the items of a step; sizes are of all of them. SIZE is of all files, with
     their records and tables. NEW is the number of bytes of values that the step before in its run
-    does not have, by stored hashes; all of them in its first step. TRUST is the verdict by the name
-    with which the run's manager trusts steps. REUSED is the number of bytes that the save did not
-    write, as it linked or copied files of an earlier step. STALL is how long training waited;
-    DURABLE is the time until the commit.
+    does not have, by stored hashes; all of them in its first step. Where a run has several metrics,
+    a * is before the best value of each. TRUST is the verdict by the name with which the run's
+    manager trusts steps. REUSED is the number of bytes that the save did not write, as it linked or
+    copied files of an earlier step. STALL is how long training waited; DURABLE is the time until
+    the commit.
     """
     run = run_of(root)
     steps = run.steps if everything else run.present

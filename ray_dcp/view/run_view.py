@@ -724,6 +724,8 @@ def step_cells(
 ) -> list[dict[str, str]]:
     """Returns the cells of each step in a table, as text by column; "" if unknown.
 
+    The best step is one of the marks; by each of several metrics, a `*` before its value.
+
     Args:
         run: Run of the steps.
         steps: Steps to show.
@@ -737,15 +739,22 @@ def step_cells(
         # Suppressed: there is none, or it is not known whether small or large values are better.
         with suppress(CheckpointError):
             marks.setdefault(run.step(key).name, []).append(key)
+
+    def value(step: StepView, metric: str) -> str:
+        if metric not in step.metrics:
+            return ""
+        star = "*" if f"best:{metric}" in marks.get(step.name, ()) else ""
+        return f"{star}{number_text(step.metrics[metric])}"
+
     return [
         {
             "name": step.name,
             "step": "" if step.step is None else str(step.step),
             "state": step.state,
             "parts": _parts_text(step, details=details),
-            "mark": " ".join(marks.get(step.name, ())),
+            "mark": " ".join(key for key in marks.get(step.name, ()) if ":" not in key),
             "age": "" if step.created_s is None else age_text(now_s - step.created_s),
-            **{n: number_text(step.metrics[n]) if n in step.metrics else "" for n in metrics},
+            **{metric: value(step, metric) for metric in metrics},
             "trust": {True: "yes", False: "no", None: ""}[step.is_trusted],
             "size": size_text(step.whole_bytes),
             "ranks": "" if step.num_ranks is None else str(step.num_ranks),
@@ -833,7 +842,9 @@ def _steps_table(run: RunView, *, details: bool) -> list[str]:
         label = draw.safe(draw.clip(row["step"] or step.name, 260))
         cells["step"] = f"<b title='{draw.safe(step.name)}'>{label}</b>"
         star = f"<span style='color:{AMBER}'>★</span>"
-        cells["mark"] = re.sub(r"(?<!\S)best(?::|(?!\S))", f"{star} ", cells["mark"])
+        cells["mark"] = cells["mark"].replace("best", star)
+        for metric in metric_names(run):
+            cells[metric] = cells[metric].replace("*", star)
         dot = f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>"
         cells["state"] = f"{dot}{step.state}"
         new = step.new_bytes if details and step.is_readable else None

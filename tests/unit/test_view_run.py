@@ -245,9 +245,13 @@ def test_the_best_step_by_each_of_two_metrics_is_marked(tmp_path: Path):
             manager.save(step, {"w": torch.ones(2)}, metrics=metrics)
     run = ray_dcp.open_run(tmp_path)
     cells = step_cells(run, run.steps, details=False, now_s=0.0)
-    assert [row["mark"] for row in cells] == ["best:loss", "best:accuracy", "latest"]
+    assert [row["mark"] for row in cells] == ["", "", "latest"]
+    assert [row["loss"] for row in cells] == ["*0.1", "0.3", "0.2"]
+    assert [row["accuracy"] for row in cells] == ["0.2", "*0.9", "0.5"]
+    # Nobody knows whether few or many of those are better.
+    assert [row["seen"] for row in cells] == ["1.5", "2.5", "3.5"]
     shown = picture_steps(run).html
-    assert shown.count("★</span> loss") == shown.count("★</span> accuracy") == 1
+    assert shown.count("★</span>0.1<") == shown.count("★</span>0.9<") == 1
 
 
 def test_details_of_many_steps_do_not_read_the_mounts_for_each(
