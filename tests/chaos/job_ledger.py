@@ -35,10 +35,11 @@ import ray
 import torch
 
 import ray_dcp
+from ray_dcp.core.bounds import ACTOR_LEASE_S
 from ray_dcp.data import Frontier
 from ray_dcp.errors import CheckpointError
+from ray_dcp.format.manifest import DeleteRecord, decode_record
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
-from ray_dcp.session.session import LEASE_S
 from tests.support.daemons import Daemons
 from tests.support.processes import eventually, marked
 from tests.support.programs import forks
@@ -58,7 +59,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1", "RAY_memory_monitor_refresh_ms": "0",
 }  # fmt: skip
-QUIET_S = LEASE_S + 60.0
+QUIET_S = ACTOR_LEASE_S + 60.0
 """How soon all that a driver started has ended after it, in seconds: coordinators of sessions in
 which no rank ever registered, and stagers, stay for their lease."""
 MOST_STEPS = 60
@@ -318,6 +319,16 @@ class Table:
     def committed(self) -> list[int]:
         return ray_dcp.JobCheckpoints(self._run, ("any",), read_only=True).all_steps()
 
+    def was_committed(self, step: int) -> bool:
+        """Returns whether a step is committed, or was until two later ones were."""
+        decided = [
+            one.committed
+            for file in self._run.glob(f"step-{step:08}/manifest-*")
+            if isinstance(record := decode_record(file.read_bytes(), key=file.name), DeleteRecord)
+            for one in record.decided
+        ]
+        return step in self.committed() or any(decided)
+
     def play(self, blow: Blow, num_ranks: int, number: int) -> list[str]:
         """Returns what was wrong in a game."""
         if (self.committed() or [0])[-1] > MOST_STEPS:
@@ -348,10 +359,10 @@ class Table:
         wrong += self._overdue(mark)
         if blow.commits():
             # Nobody waits for it where the driver was killed.
-            eventually(lambda: struck in self.committed())
-        after = self.committed()
-        if blow.commits() not in (None, struck in after):
-            wrong.append(f"step {struck} is {'not ' * (struck not in after)}committed")
+            eventually(lambda: self.was_committed(struck))
+        after, was_committed = self.committed(), self.was_committed(struck)
+        if blow.commits() not in (None, was_committed):
+            wrong.append(f"step {struck} is {'not ' * (not was_committed)}committed")
         if not {*before[-1:]} <= {*after} and len(after) < 2:
             wrong.append(f"there were the steps {before}, and now there are {after}")
         return [*wrong, *wrong_in(self._run)]
