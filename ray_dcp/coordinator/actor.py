@@ -918,4 +918,5 @@ def coordinator_of(
         # group, and Ray kills what is in there together with the trial.
         scheduling_strategy="DEFAULT",
     )
-    return actor.remote(name, check_above_0(lease_s, "lease_s"), namespace, variables)
+    lease_s = check_above_0(lease_s, "lease_s")
+    return ray_calls.named_actor(actor, name, lease_s, namespace, variables)

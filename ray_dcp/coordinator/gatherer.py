@@ -298,7 +298,8 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
     )
     lease_s = check_above_0(lease_s, "lease_s")
-    return actor.remote(coordinator, ranks, namespace, lease_s, ray_calls.storage_variables())
+    variables = ray_calls.storage_variables()
+    return ray_calls.named_actor(actor, coordinator, ranks, namespace, lease_s, variables)
 
 
 class GatheredCalls:

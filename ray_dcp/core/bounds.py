@@ -133,7 +133,8 @@ it again."""
 
 KILL_S = 15.0
 """Since a frozen process was killed, until it has ended; then it counts as frozen again. Ray asks
-it first, and a stopped process does not answer."""
+it first, and a stopped process does not answer. The same for an actor that ends by itself, whose
+name is wanted; then Ray's error is raised."""
 
 JOIN_S = 60.0
 """Since a rank came to a session over sockets, until all have come and are connected; then the call

@@ -778,7 +778,7 @@ def job_coordinator_of(run: str, *, namespace: str) -> Any:
         # Why explicit: as for the coordinator of a session.
         scheduling_strategy="DEFAULT",
     )
-    return actor.remote()
+    return ray_calls.named_actor(actor)
 
 
 def this_driver(nonce: str) -> Driver:

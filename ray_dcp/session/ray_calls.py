@@ -166,9 +166,38 @@ def _store_file(connection: tuple[str, str] | None) -> ObjectStoreFile:
 
 
 def get_actor(name: str, namespace: str | None = None) -> Any:
-    """Does the same as `ray.get_actor`."""
-    with inside():
-        return _get_actor(name, namespace)
+    """Does the same as `ray.get_actor`; an actor that is ending is none.
+
+    *Why*: Ray deletes the classes of a job that has ended with the last of its detached actors, and
+    fails by an assertion, for want of the class, until the name of that actor is free.
+
+    Raises:
+        ValueError: There is no actor of that name.
+    """
+    try:
+        with inside():
+            return _get_actor(name, namespace)
+    except AssertionError as error:
+        raise ValueError(f"the actor {name!r} is ending, as its class is gone: {error}") from error
+
+
+def named_actor(actor_class: Any, *arguments: Any) -> Any:
+    """Returns the handle of a detached actor, and creates the actor if there is none.
+
+    One that is ending is waited for; see `get_actor`.
+
+    Args:
+        actor_class: The remote class, with options that have `name` and `get_if_exists`.
+        *arguments: Of the class.
+    """
+    end_s = time.monotonic() + bounds.KILL_S
+    while True:
+        try:
+            return actor_class.remote(*arguments)
+        except AssertionError:
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(_PAUSE_S[0])
 
 
 def cancel(task: Any) -> None:

@@ -603,4 +603,5 @@ def stager_of(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
     lease_s = check_above_0(lease_s, "lease_s")
-    return actor.remote(lease_s, options or StagerOptions(), name, namespace)
+    settings = options or StagerOptions()
+    return ray_calls.named_actor(actor, lease_s, settings, name, namespace)

@@ -6,9 +6,11 @@ import os
 import secrets
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
 
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.errors import DeadlineError, InvalidRequestError
@@ -70,6 +72,44 @@ def test_a_killed_coordinator_comes_back_with_a_higher_epoch_and_answers_who_wai
     assert after["pid"] != before["pid"]
     for each in sessions:
         each.close()
+
+
+class Ending:
+    """An actor whose class is gone, as those of a job that has ended."""
+
+
+@ray.remote(num_cpus=0)
+def is_there(name: str) -> bool:
+    try:
+        ray_calls.get_actor(name, NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+@ray.remote(num_cpus=0)
+def made_again(name: str, begun: str) -> str:
+    options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
+    Path(begun).touch()
+    handle = ray_calls.named_actor(ray.remote(Ending).options(**options))
+    return str(handle._actor_id.hex())
+
+
+def test_an_actor_that_ends_after_its_job_is_none_and_is_made_again(tmp_path: Path):
+    name = f"ending-{secrets.token_hex(4)}"
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+    before = _internal_kv_list(b"ActorClass:", namespace=b"fun")
+    actor = ray.remote(Ending).options(**options).remote()
+    ray.get(actor.__ray_ready__.remote())
+    (key,) = {*_internal_kv_list(b"ActorClass:", namespace=b"fun")} - {*before}
+    # Ray does it a moment before the actor's name is free.
+    assert _internal_kv_del(key, namespace=b"fun") == 1
+    assert not ray.get(is_there.remote(name))
+    begun = tmp_path / "begun"
+    made = made_again.remote(name, str(begun))
+    assert eventually(begun.exists)
+    ray.kill(actor)
+    assert ray.get(made, timeout=60) != actor._actor_id.hex()
 
 
 def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
