@@ -279,6 +279,9 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
         42
     """
     ended = Future[T]()
+    # Why: it can't be cancelled. A loop that ends cancels what it awaits, and the thread would have
+    # no place for its result, and say so by a traceback.
+    ended.set_running_or_notify_cancel()
     handed = [ended]
 
     def run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import copy
 import gc
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import ray_dcp
 from ray_dcp import SaveOptions, asynchronous, errors
+from ray_dcp.core.processes import begin
 from ray_dcp.manager.background import Finisher
 from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
@@ -720,3 +722,20 @@ def test_a_planner_s_hooks_are_asked_in_the_call(copy_gate, tmp_path):
     handle.committed(180)
     trace = ray_dcp.open(tmp_path / "c").trace
     assert trace.stall_s == max(span.stop_s for span in trace.spans if span.phase == "stage")
+
+
+def test_a_thread_whose_waiter_is_cancelled_ends_without_an_error():
+    gate, threads = threading.Event(), list[threading.Thread]()
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        gate.wait(60)
+
+    async def give_up() -> None:
+        awaited = asyncio.ensure_future(asyncio.wrap_future(begin(work, "held")))
+        awaited.cancel()
+        await asyncio.wait([awaited])
+
+    asyncio.run(give_up())
+    gate.set()
+    assert eventually(lambda: threads and not threads[0].is_alive())
