@@ -14,6 +14,7 @@ from typing import NamedTuple
 import click
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -21,7 +22,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.names import SHARED_FOLDER
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_clients import PROVIDERS
@@ -189,7 +189,7 @@ def kept(place: AnyPlace) -> Iterator[None]:
                 from ray_dcp.manager.reader_leases import ReaderLease
 
                 run, step = found
-                lease = stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
+                lease = stack.enter_context(ReaderLease(Root(run), step, lease_s=bounds.LEASE_S))
                 context = click.get_current_context(silent=True)
                 told = context.meta.setdefault("ray_dcp.unsure", set()) if context else set()
                 if lease.unsure and lease.unsure not in told:

@@ -84,11 +84,12 @@ from ray_dcp.transform.importing import check_source, import_checkpoint
 from ray_dcp.transform.peft_adapter import CONFIG_FILE
 from ray_dcp.transform.rewriting import check_writable
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
+from ray_dcp.view.file_check import Problem
 from ray_dcp.view.model_choice import find_model
 from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_listing import FOREIGN, folders_above
 from ray_dcp.view.run_view import StepView, check_no_step, read_run
-from ray_dcp.view.verify import Problem, items_of
+from ray_dcp.view.verify import items_of
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, few, size_text
 

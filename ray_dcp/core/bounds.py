@@ -133,8 +133,11 @@ it again."""
 
 KILL_S = 15.0
 """Since a frozen process was killed, until it has ended; then it counts as frozen again. Ray asks
-it first, and a stopped process does not answer. The same for an actor that ends by itself, whose
-name is wanted; then Ray's error is raised."""
+it first, and a stopped process does not answer."""
+
+NAME_FREE_S = KILL_S
+"""Since an actor was to be made whose name one has that is ending, until the name is free; then
+Ray's error is raised."""
 
 JOIN_S = 60.0
 """Since a rank came to a session over sockets, until all have come and are connected; then the call
@@ -157,6 +160,10 @@ RETURN_S = 0.5
 EXIT_S = 10.0
 """Since the process of rank 0 is to end, until the other ranks have their answers; then it ends all
 the same."""
+
+VALUES_END_S = 10.0
+"""Since the tasks that write a step's values were cancelled, until they have ended; then the save
+fails all the same."""
 
 LEAVE_GROUP_S = 15.0
 """Since ranks of a `WorkerGroup` were asked to leave their process group, or killed, until they

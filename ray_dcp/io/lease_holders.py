@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-from ray_dcp.core.bounds import LEASE_S as LEASE_S
 from ray_dcp.core.json_text import to_json
 from ray_dcp.core.processes import pid_namespace, start_thread
 from ray_dcp.store.storage import Storage, read_if_there

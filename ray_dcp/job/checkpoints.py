@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from ray_dcp import events
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import (
     CheckpointError,
@@ -20,7 +21,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.job_parts import PartRecord
 from ray_dcp.format.names import STEP_NAME, StepNames
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.job.committed import CommittedStep
 from ray_dcp.job.coordinator import (
     JobSettings,
@@ -98,7 +98,7 @@ class JobCheckpoints:
         options: SaveOptions | None = None,
         takeover: bool = False,
         read_only: bool = False,
-        lease_s: float = LEASE_S,
+        lease_s: float = bounds.LEASE_S,
     ) -> None:
         check_options(options, SaveOptions)
         check_run(path)

@@ -46,6 +46,7 @@ from ray_dcp.commit_protocol.job_step import (
 )
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import begin
+from ray_dcp.core.wire_error import text_of, to_wire
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -747,13 +748,9 @@ class JobCoordinator:
 
 
 def _as_ours(error: BaseException, part: str | None = None) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
     if isinstance(error, RayError):
-        return ParticipantError(
-            f"the writer of the value died: {type(error).__name__}: {error}", key=part
-        )
-    return InternalError(f"{type(error).__name__}: {error}. Please report this", key=part)
+        return ParticipantError(f"the writer of the value died: {text_of(error)}", key=part)
+    return to_wire(error, "the job's coordinator", key=part, kind=InternalError)
 
 
 @ray_calls.starting_no_ray()

@@ -15,10 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import Manifest
 from ray_dcp.io.checkpoint import read_checkpoint
-from ray_dcp.io.lease_holders import LEASE_S
 from ray_dcp.io.records import read_slots
 from ray_dcp.job.step_files import folders_of
 from ray_dcp.manager.catalogue import Root, StepFound, look, look_at_step
@@ -69,7 +69,7 @@ class KeptParts:
             StorageError: The part can't be read.
         """
         root = self._root
-        with ReaderLease(root, found.step, lease_s=LEASE_S):
+        with ReaderLease(root, found.step, lease_s=bounds.LEASE_S):
             source = root.open(folders_of(found)[part])
             checkpoint = read_checkpoint(source, checks_later=True)
             before = checkpoint.attempt or ""

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Won
+from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -63,13 +64,8 @@ def create_record(
         commit_step(writer.root, place, folders, {KEY: encode_parts(records)})
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, the record may exist
-        failed = (
-            error
-            if isinstance(error, CheckpointError)
-            else InternalError(
-                f"{type(error).__name__}: {error}. Please report this", step=place.step
-            )
-        )
+        failed = to_wire(error, "creating the step's record", kind=InternalError)
+        failed.step = place.step if failed.step is None else failed.step
     ended = settle(writer.root.below(place.name), place.attempt, reason=failed.message, rank=None)
     match ended:
         case Won() | Lost():

@@ -18,6 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
+from ray_dcp.core.wire_error import text_of
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.job.part_value import PartValue
 from ray_dcp.options import SaveOptions
@@ -105,10 +107,11 @@ def _given(name: str, step: int, refs: Sequence[Any]) -> Any:
         found = ray_calls.get(refs[0])
         return found.value if isinstance(found, PartValue) else found
     except RayTaskError as error:
-        cause = f"{type(error.cause).__name__}: {error.cause}"
-        raise _not_given(name, step, f"the task that makes it raised {cause}") from None
+        raise _not_given(
+            name, step, f"the task that makes it raised {text_of(error.cause)}"
+        ) from None
     except Exception as error:  # noqa: BLE001 - Ray's errors and those of unpickling alike
-        raise _not_given(name, step, f"{type(error).__name__}: {error}") from None
+        raise _not_given(name, step, text_of(error)) from None
 
 
 def _write(value: Any, target: Target, attempt: str, options: SaveOptions) -> None:
@@ -174,10 +177,6 @@ class ValueWriters:
         return self._made[node]
 
 
-ENDING_S = 10.0
-"""How long tasks that were cancelled are waited for, in seconds."""
-
-
 def save_values(
     values: Mapping[str, Any], step: int, place_of: Callable[[str], Target], options: SaveOptions
 ) -> None:
@@ -225,7 +224,7 @@ def save_values(
         for ref in writes.values():
             ray_calls.cancel(ref)
         if writes:
-            ray_calls.wait([*writes.values()], num_returns=len(writes), timeout=ENDING_S)
+            ray_calls.wait([*writes.values()], num_returns=len(writes), timeout=bounds.VALUES_END_S)
         raise
     failed = [error for name, ref in writes.items() if (error := _error_of(name, step, ref))]
     if failed:
@@ -239,7 +238,7 @@ def _error_of(name: str, step: int, written: Any) -> CheckpointError | None:
     except RayTaskError as error:
         if isinstance(error.cause, CheckpointError):
             return error.cause
-        return _not_given(name, step, f"{type(error.cause).__name__}: {error.cause}")
+        return _not_given(name, step, text_of(error.cause))
     except RayError as error:
         return _not_given(name, step, f"its writer died: {error}")
     return None

@@ -190,7 +190,7 @@ def named_actor(actor_class: Any, *arguments: Any) -> Any:
         actor_class: The remote class, with options that have `name` and `get_if_exists`.
         *arguments: Of the class.
     """
-    end_s = time.monotonic() + bounds.KILL_S
+    end_s = time.monotonic() + bounds.NAME_FREE_S
     while True:
         try:
             return actor_class.remote(*arguments)

@@ -56,9 +56,9 @@ from ray_dcp.store.storage import (
     read_if_there,
     reuse_file,
 )
+from ray_dcp.transform.checked_files import CheckedFiles
 from ray_dcp.view.progress import Meter, uncounted
 from ray_dcp.view.run_listing import needed_lengths
-from ray_dcp.view.verify import CheckedFiles
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4

@@ -17,16 +17,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ray_dcp.core.checksums import block_checks, digest_bytes
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.processes import Stop, run_tasks
-from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -39,43 +38,18 @@ from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.format.torch_items import (
-    torch_save_frame,
-)
 from ray_dcp.io.checkpoint import Checkpoint, is_ours, projects, read_checkpoint, what_became_of
-from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.records import info_below
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
+from ray_dcp.view.file_check import FileCheck, Problem, rows_by_file
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_listing import committed_steps, list_checkpoints, read_trace
-from ray_dcp.view.stock_items import check_stock_item
 from ray_dcp.view.wording import few, size_text
 
 _NUM_THREADS = 4
-_WINDOW_BYTES = 8 << 20
 _MOST_TOLD = 3
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Bytes of a checkpoint that are missing, or are not those that were committed."""
-
-    file: str
-    """Key of the file, relative to the checkpoint."""
-    fqn: str | None
-    """Tensor or object that the bytes belong to; None if they belong to none."""
-    start: int
-    """First byte concerned in the file."""
-    stop: int
-    """End of the last byte concerned."""
-    what: str
-    """What was expected and what was found."""
-
-    def __str__(self) -> str:
-        whose = "" if self.fqn is None else f" of {self.fqn!r}"
-        return f"{self.file} bytes [{self.start}, {self.stop}){whose}: {self.what}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,8 +88,8 @@ class VerifyInterrupted(KeyboardInterrupt):
         self.report = report
 
 
-Reports = list["VerifyReport | _FileCheck"]
-Seen = dict[object, "_FileCheck"]
+Reports = list["VerifyReport | FileCheck"]
+Seen = dict[object, "FileCheck"]
 """Checks of files that other files share, by what both are on the disk and should hold."""
 
 _MOST_LOOKS = 20
@@ -208,70 +182,6 @@ def verify_opened(
         )
 
 
-class CheckedFiles:
-    """Reads the data files of a checkpoint from start to end, for who passes their bytes on.
-
-    Args:
-        storage: Storage of the checkpoint.
-        checkpoint: The opened checkpoint.
-        stop: Ends a long read early, by `KeyboardInterrupt`.
-
-    Raises:
-        DamagedCheckpointError: The chunk table is damaged.
-        StorageError: The chunk table can't be read.
-    """
-
-    def __init__(self, storage: Storage, checkpoint: Checkpoint, stop: Stop) -> None:
-        self._storage, self._checkpoint, self._stop = storage, checkpoint, stop
-        self._table = checkpoint.table
-        self._numbers = {key: number for number, key in enumerate(self._table.files)}
-        self._rows = _rows_by_file(self._table)
-
-    def read(
-        self, key: str, num_bytes: int, sink: Callable[[memoryview], object], meter: Meter
-    ) -> str | None:
-        """Reads a data file once, and returns what is damaged in it, or None.
-
-        Args:
-            key: Name of the file. One that the chunk table does not name has the digest that its
-                manifest tells: the chunk table itself.
-            num_bytes: Its length.
-            sink: Is called with all of its bytes, in their order. The caller takes them back if
-                the file is damaged.
-            meter: Counts the bytes.
-
-        Raises:
-            StorageError: The file can't be read.
-        """
-        checkpoint, number = self._checkpoint, self._numbers.get(key)
-        if number is None:
-            return self._read_table(key, num_bytes, sink, meter)
-        ends_of = checkpoint.check_file
-        check = _FileCheck(
-            self._storage, self._table, key, self._rows[number], checkpoint.transforms,
-            ends_of.end_of(number, num_bytes) if ends_of else b"", self._stop, meter, sink,
-        )  # fmt: skip
-        check.read(num_bytes, num_bytes if checkpoint.manifest is not None else None)
-        check.count(num_bytes)
-        if not check.problems:
-            return None
-        # Why: a save of this process could link to files of this checkpoint.
-        DAMAGE.add(self._storage.url)
-        more = f", and {n} more like it" if (n := len(check.problems) - 1) else ""
-        return f"{check.problems[0]}{more}"
-
-    def _read_table(
-        self, key: str, num_bytes: int, sink: Callable[[memoryview], object], meter: Meter
-    ) -> str | None:
-        data = self._storage.read(key, 0, num_bytes)
-        meter.add(len(data), key)
-        sink(memoryview(data))
-        manifest = self._checkpoint.manifest
-        if manifest is None or digest_bytes(data).hex() == manifest.table.digest:
-            return None
-        return f"expected the bytes of {key} that the manifest names, found others"
-
-
 def _run_to_report(work: Callable[[Reports], None]) -> VerifyReport:
     """Returns what `work` appends to a list; raises it in a `VerifyInterrupted` after Ctrl-C."""
     found: Reports = []
@@ -282,7 +192,7 @@ def _run_to_report(work: Callable[[Reports], None]) -> VerifyReport:
     return _join_reports(found)
 
 
-def _join_reports(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
+def _join_reports(reports: Iterable[VerifyReport | FileCheck]) -> VerifyReport:
     """Returns one report of several, without repeated notes."""
     reports = list(reports)
     return VerifyReport(
@@ -443,16 +353,16 @@ def _check_files(
     shares = {entry.key: entry.shares for entry in entries if entry.shares is not None}
     manifest, table, ends_of = checkpoint.manifest, checkpoint.table, checkpoint.check_file
     expected = {} if manifest is None else {e.key: e.num_bytes for e in manifest.files}
-    rows = _rows_by_file(table)
+    rows = rows_by_file(table)
     ends = ends_of.ends(sizes) if ends_of else [b""] * len(table.files)
-    checks: dict[str, _FileCheck] = {}
+    checks: dict[str, FileCheck] = {}
     stop = Stop()
     meter.expect(sum(sizes.get(key, 0) for key in table.files))
 
-    def checked(number: int, end: bytes | str, meter: Meter) -> _FileCheck:
+    def checked(number: int, end: bytes | str, meter: Meter) -> FileCheck:
         key = table.files[number]
         transforms = checkpoint.transforms
-        check = _FileCheck(storage, table, key, rows[number], transforms, end, stop, meter)
+        check = FileCheck(storage, table, key, rows[number], transforms, end, stop, meter)
         check.run(sizes.get(key), expected.get(key))
         return check
 
@@ -592,239 +502,3 @@ def _index_problem(storage: Storage, key: str, table: ChunkTable) -> Problem | N
     wrong = sorted(n for n in {*held, *named} if named.get(n) not in held.get(n, ()))
     what = f"expected the files that contain each tensor, found others for {few(wrong)}"
     return Problem(key, None, 0, len(data), what) if wrong else None
-
-
-def _rows_by_file(table: ChunkTable) -> list[list[int]]:
-    """Returns the chunks of each file, in the order of their bytes."""
-    order = np.lexsort((table.item_offset, table.file))
-    bounds = np.searchsorted(table.file[order], np.arange(len(table.files) + 1))
-    return [order[bounds[i] : bounds[i + 1]].tolist() for i in range(len(table.files))]
-
-
-@dataclass
-class _FileCheck:
-    """Checks one data file from start to end; has the fields of a `VerifyReport`."""
-
-    _storage: Storage
-    _table: ChunkTable
-    key: str
-    _rows: list[int]
-    """Chunks of the file."""
-    _transforms: Sequence[tuple[str, ...] | None] | None
-    _end: bytes | str
-    """The checksums at the end of the file, or a description of their damage."""
-    _stop: Stop
-    """Ends the check of a long file early."""
-    _meter: Meter
-    """Counts the bytes of the file."""
-    _sink: Callable[[memoryview], object] | None = None
-    """Gets all bytes of the file in their order, if given."""
-    checked_bytes: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unread: list[Problem] = field(default_factory=list)
-    _num_bytes: int = 0
-    _counted_bytes: int = 0
-    _passed_bytes: int = 0
-    _window_start: int = 0
-    _window: memoryview = field(default_factory=lambda: memoryview(b""))
-
-    def run(self, num_bytes: int | None, expected_bytes: int | None) -> None:
-        """Checks the file, and notes what the storage can't read.
-
-        Args:
-            num_bytes: Actual length; None if the file does not exist.
-            expected_bytes: Length by the manifest; None if unknown.
-        """
-        if num_bytes is None:
-            names = list(dict.fromkeys(map(self._name, self._rows)))
-            losses = f", and with it bytes of {few(names)}" if names else ""
-            self._report(None, 0, expected_bytes or 0, f"the file is missing{losses}")
-            return
-        try:
-            self.read(num_bytes, expected_bytes)
-        except StorageError as error:
-            what = f"unreadable: {error.message}"
-            self.unread.append(Problem(self.key, None, 0, num_bytes, what))
-
-    def read(self, num_bytes: int, expected_bytes: int | None) -> None:
-        """Checks the file, which exists, and passes its bytes on.
-
-        Args:
-            num_bytes: Actual length.
-            expected_bytes: Length by the manifest; None if unknown.
-
-        Raises:
-            StorageError: It can't be read.
-        """
-        self._num_bytes = num_bytes
-        if expected_bytes is not None and num_bytes != expected_bytes:
-            low, high = sorted((num_bytes, expected_bytes))
-            self._report(None, low, high, f"expected {expected_bytes} bytes, found {num_bytes}")
-        self._check_items(checksummed=expected_bytes is not None)
-        if self._sink is not None:
-            # Why not those of the file: these were compared with their digest.
-            end = self._end if isinstance(self._end, bytes) else b""
-            self._pass_on(num_bytes - len(end))
-            self._sink(memoryview(end))
-
-    def of(self, key: str, table: ChunkTable, rows: list[int]) -> _FileCheck:
-        """Returns this check as that of another name of the file, in which no byte is read again.
-
-        Args:
-            key: The other name.
-            table: Chunk table of the checkpoint that has it.
-            rows: Chunks of the file there, which lie as in this one.
-        """
-        names = {self._name(row): table.names[int(table.tensor[other])]
-                 for row, other in zip(self._rows, rows, strict=True)}  # fmt: skip
-        problems = [
-            replace(one, file=key, fqn=None if one.fqn is None else names[one.fqn])
-            for one in self.problems
-        ]
-        notes = [note.replace(self.key, key) for note in self.notes]
-        return replace(self, key=key, checked_bytes=0, problems=problems, notes=notes)
-
-    def count(self, position: int) -> None:
-        """Counts the bytes before a position."""
-        if position > self._counted_bytes:
-            self._meter.add(position - self._counted_bytes, self.key)
-            self._counted_bytes = position
-
-    def _check_items(self, *, checksummed: bool) -> None:
-        end = 0
-        for row in self._rows:
-            start = int(self._table.item_offset[row])
-            stop = start + int(self._table.item_bytes[row])
-            if stop > self._num_bytes:
-                what = f"expected {stop} bytes or more, but the file has {self._num_bytes}"
-                self._report(row, start, stop, what)
-                continue
-            if self._table.block_bytes[row] > 0:
-                self._check_gap(end, start)
-                self._check_frame(row, start, stop)
-                if isinstance(self._end, bytes):
-                    self._check_payload(row)
-            elif self._table.payload_offset[row] < 0:
-                self._check_zip(row, start, stop)
-            else:
-                self.notes.append(f"{self.key} has no checksums: only its length was checked")
-            end = stop
-        if checksummed:
-            self._check_end(end)
-
-    def _check_end(self, start: int) -> None:
-        """Checks the bytes after the last item: zeros, and the checksums of the file."""
-        if isinstance(self._end, str):
-            # Why the whole file: without checksums, its intact bytes are unknown.
-            self._report(None, 0, self._num_bytes, self._end)
-            return
-        # Careful: a wrong length has been reported already.
-        stop = max(start, self._num_bytes - len(self._end))
-        self._check_gap(start, stop)
-        self.checked_bytes += self._num_bytes - stop
-
-    def _check_gap(self, start: int, stop: int) -> None:
-        for low in range(start, stop, _WINDOW_BYTES):
-            high = min(stop, low + _WINDOW_BYTES)
-            self._compare(None, low, bytes(high - low), "expected zeros between items")
-
-    def _check_frame(self, row: int, start: int, stop: int) -> None:
-        """Checks the bytes around the raw bytes of a tensor, which dtype and size determine."""
-        table = self._table
-        low = int(table.payload_offset[row])
-        high = low + int(table.payload_bytes[row])
-        if (low, high) == (start, stop):
-            return
-        tensor = table.tensor[row]
-        size = tuple(table.size[row, : table.ndim[tensor]].tolist())
-        frame = torch_save_frame(table.dtypes[table.dtype[tensor]], size)
-        what = "expected the frame of a tensor of this dtype and shape"
-        self._compare(row, start, frame.header, what)
-        self._compare(row, high, frame.footer, what)
-
-    def _compare(self, row: int | None, start: int, expected: bytes, what: str) -> None:
-        found = bytes(self._bytes(start, start + len(expected)))
-        self.checked_bytes += len(expected)
-        if found != expected:
-            pair = (np.frombuffer(data, np.uint8) for data in (found, expected))
-            wrong = np.flatnonzero(np.not_equal(*pair))
-            low, high = start + int(wrong[0]), start + int(wrong[-1]) + 1
-            self._report(row, low, high, f"{what}, found other bytes")
-
-    def _check_payload(self, row: int) -> None:
-        table = self._table
-        start, num_bytes = int(table.payload_offset[row]), int(table.payload_bytes[row])
-        block = int(table.block_bytes[row])
-        checks = table.checks[table.check_start[row] : table.check_start[row + 1]]
-        step = max(_WINDOW_BYTES // block, 1) * block
-        bad: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-        for low in range(0, num_bytes, step):
-            high = min(num_bytes, low + step)
-            found = block_checks(self._bytes(start + low, start + high), block)
-            first = low // block
-            bad.append(first + np.flatnonzero(found != checks[first : first + len(found)]))
-        self.checked_bytes += num_bytes
-        blocks = np.concatenate(bad)
-        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
-            if len(run):
-                low, high = int(run[0]) * block, min(num_bytes, (int(run[-1]) + 1) * block)
-                what = f"{len(run)} block(s) do not match their checksums"
-                self._report(row, start + low, start + high, what)
-
-    def _check_zip(self, row: int, start: int, stop: int) -> None:
-        transforms = (self._transforms[row] if self._transforms is not None else None) or ()
-        most_bytes = item_bytes_at_most(self._table, row)
-        try:
-            if not transforms and self._table.kind[self._table.tensor[row]] == Kind.TENSOR:
-                locate_item(self._storage, self._table, row)  # as a load locates its raw bytes
-            checked, note = check_stock_item(
-                self._storage, self.key, start, stop, transforms=transforms, max_bytes=most_bytes
-            )
-        except DamagedCheckpointError as error:
-            self._report(row, start, stop, error.message)
-            return
-        self.checked_bytes += checked
-        self.count(stop)
-        if note is not None:
-            self.notes.append(f"{self.key}: {note}")
-
-    def _bytes(self, start: int, stop: int) -> memoryview:
-        """Returns bytes of the file, and reads ahead, as items are adjacent."""
-        if not self._window_start <= start <= stop <= self._window_start + len(self._window):
-            self._pass_on(start)
-            length = min(max(stop - start, _WINDOW_BYTES), self._num_bytes - start)
-            self._window = self._read(start, length, stop - start)
-            self._window_start = start
-            self.count(start)
-        return self._window[start - self._window_start : stop - self._window_start]
-
-    def _read(self, start: int, num_bytes: int, least_bytes: int) -> memoryview:
-        if self._stop.asked:
-            raise KeyboardInterrupt
-        data = memoryview(self._storage.read(self.key, start, num_bytes))
-        if len(data) < least_bytes:
-            stop = start + least_bytes
-            raise StorageError(
-                f"expected bytes [{start}, {stop}) of {self.key}, but it became shorter",
-                key=self.key,
-            )
-        return data
-
-    def _pass_on(self, stop: int) -> None:
-        """Passes on the bytes before a position, of the window that was checked if it has them."""
-        while self._sink is not None and self._passed_bytes < stop:
-            start = self._passed_bytes
-            held = self._window[max(start - self._window_start, 0) : stop - self._window_start]
-            if not held or start < self._window_start:
-                length = min(stop - start, _WINDOW_BYTES)
-                held = self._read(start, length, length)
-            self._passed_bytes += len(held)
-            self._sink(held)
-
-    def _name(self, row: int) -> str:
-        return self._table.names[int(self._table.tensor[row])]
-
-    def _report(self, row: int | None, start: int, stop: int, what: str) -> None:
-        fqn = None if row is None else self._name(row)
-        self.problems.append(Problem(self.key, fqn, start, stop, what))

@@ -54,11 +54,10 @@ def imports() -> Iterator[tuple[str, str, str]]:
 
 
 def test_a_time_on_which_several_modules_count_is_a_bound():
-    handed_on = {("ray_dcp.io.lease_holders", "LEASE_S")}  # to rooms that have its noun
     homes = {
         (module, home, name)
         for module, home, name in imports()
-        if home != bounds.__name__ and (home, name) not in handed_on
+        if home != bounds.__name__
         if module.split("/")[0] != home.split(".")[1]  # one room may share a pause
     }
     assert homes == set()
