@@ -140,9 +140,9 @@ def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks,
     assert eventually(lambda: shared_memory() <= before)
 
 
-def test_many_saves_leave_no_descriptor_no_actor_and_one_state_in_the_store(ranks, tmp_path):
+def test_a_hundred_saves_leave_no_descriptor_no_actor_and_one_state_in_the_store(ranks, tmp_path):
     before = ranks.run(programs.save_many, str(tmp_path / "c"), 10)
-    after = ranks.run(programs.save_many, str(tmp_path / "c"), 50)
+    after = ranks.run(programs.save_many, str(tmp_path / "c"), 100)
     for (rank, stager, actors), (rank_then, stager_then, actors_then) in zip(
         after, before, strict=True
     ):

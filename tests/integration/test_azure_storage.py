@@ -75,8 +75,8 @@ def test_an_interrupted_save_leaves_the_previous_or_the_new_checkpoint(container
     assert {"new", "previous"} <= set(reached.stood)
 
 
-def test_16_committers_race_20_times_and_one_wins_each_time(container):
-    race_often(lambda name: container / f"race-{name}", 16, 20)
+def test_16_committers_race_50_times_and_one_wins_each_time(container):
+    race_often(lambda name: container / f"race-{name}", 16, 50)
 
 
 def test_a_missing_container_is_told(container):

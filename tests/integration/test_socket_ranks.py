@@ -29,7 +29,7 @@ def told(printed: str) -> dict[str, Any]:
     return json.loads(line)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_ranks_save_and_load_resharded(num_ranks: int, tmp_path: Path, programs: Programs):
     (own := tmp_path / "tmp").mkdir()
     environment = plain_environment(TMPDIR=str(own))
