@@ -89,24 +89,12 @@ def losses_without_a_break(entry, steps):
 
 
 def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster, entry, tmp_path):
-    expected = losses_without_a_break(entry, 12)
-    # As a command, in a Ray that it starts itself.
-    first = arguments(tmp_path, "--workers", "1", "--steps", "7", "--parallel", "ddp")
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT), *first],
-        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    printed = finished.stdout
-    assert finished.returncode == 0, printed + finished.stderr
-    assert "'restored': -1" in printed
-    (loss,) = re.findall(r"step 7: loss ([0-9.]+), .* epoch 0, 42 of 50 samples", printed)
-    assert float(loss) == pytest.approx(expected[6], abs=2e-4)
-    (checkpoint,) = re.findall(r"newest checkpoint Checkpoint\(.*path=(\S+?)\)", printed)
-    assert ray_dcp.open(checkpoint).world_size == 1
+    expected = losses_without_a_break(entry, 15)
+    first = entry.main(arguments(tmp_path, "--workers", "1", "--steps", "7", "--parallel", "ddp"))
+    assert first.metrics["restored"] == -1
+    assert first.metrics["samples"] == 42
+    assert first.metrics["loss"] == pytest.approx(expected[6], abs=1e-4)
+    assert ray_dcp.open(first.checkpoint.path).world_size == 1
     # As the cluster files have it run; with more workers, and parallel in another way.
     more = arguments(tmp_path, "--workers", "1:2", "--steps", "12", "--resize-after", "1000")
     second = entry.main(more)
@@ -118,6 +106,23 @@ def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster
     printed = "".join(path.read_text() for path in log_files(cluster) if path.suffix == ".out")
     assert "restored step 7 on 2 workers: epoch 0, sample 42 of 50" in printed
     assert re.search(r"step 12: loss [0-9.]+, .* epoch 1, 22 of 50 samples", printed), printed
+    # As a command, in a Ray that it starts itself.
+    last = arguments(tmp_path, "--workers", "1", "--steps", "15", "--parallel", "ddp")
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), *last],
+        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    printed = finished.stdout
+    assert finished.returncode == 0, printed + finished.stderr
+    assert re.search(r"restored step 12 on 1 workers: epoch 1, sample 22 of 50", printed), printed
+    (loss,) = re.findall(r"step 15: loss ([0-9.]+), .* epoch 1, 40 of 50 samples", printed)
+    assert float(loss) == pytest.approx(expected[14], abs=2e-4)
+    (checkpoint,) = re.findall(r"newest checkpoint Checkpoint\(.*path=(\S+?)\)", printed)
+    assert ray_dcp.open(checkpoint).world_size == 1
 
 
 def log_files(cluster):
