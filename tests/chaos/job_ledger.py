@@ -59,9 +59,10 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1", "RAY_memory_monitor_refresh_ms": "0",
 }  # fmt: skip
-QUIET_S = ACTOR_LEASE_S + 60.0
-"""How soon all that a driver started has ended after it, in seconds: coordinators of sessions in
-which no rank ever registered, and stagers, stay for their lease."""
+QUIET_S = 60.0
+"""How soon all that a driver started has ended after it, in seconds."""
+LEASED = ("Coordinator", "Stager")
+"""Those that stay for their lease besides, where no rank ever came to them."""
 MOST_STEPS = 60
 """Most steps of a run: the program has so many prompts."""
 
@@ -393,15 +394,25 @@ class Table:
         old_s = {p: now_s - s for p, s in self._ended_s.items() if working[p] not in OF_RUN}
         for pid, age_s in old_s.items():
             self.longest[working[pid]] = max(age_s, self.longest.get(working[pid], 0.0))
-        late = [f"{working[pid]} {pid}" for pid, age_s in old_s.items() if age_s > QUIET_S]
-        return [f"after {QUIET_S:g} s there are still {', '.join(late)}"] if late else []
+        late = [
+            f"{working[pid]} {pid} after {age_s:.0f} s"
+            for pid, age_s in old_s.items()
+            if age_s > QUIET_S + ACTOR_LEASE_S * (working[pid] in LEASED)
+        ]
+        return [f"there are still {', '.join(late)}"] if late else []
 
     def left(self) -> list[str]:
         """Returns what of all games is still there after a while."""
         mark = f"RAY_TMPDIR={self._daemons.directory}"
-        if eventually(lambda: not working_for_jobs(mark), QUIET_S):
-            return []
-        return [f"{QUIET_S:g} s after the last game there are {working_for_jobs(mark)}"]
+
+        def unleased() -> list[str]:
+            return [title for title in working_for_jobs(mark).values() if title not in LEASED]
+
+        if not eventually(lambda: not unleased(), QUIET_S):
+            return [f"{QUIET_S:g} s after the last game there are {unleased()}"]
+        if not eventually(lambda: not working_for_jobs(mark), ACTOR_LEASE_S):
+            return [f"after their lease there are {working_for_jobs(mark)}"]
+        return []
 
 
 def main() -> None:
