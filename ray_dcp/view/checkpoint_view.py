@@ -154,6 +154,10 @@ def layout_of(grid: tuple[int, ...]) -> str:
     return "x".join(map(str, grid))
 
 
+COLUMNS_OF_LAYOUT = ("kind", "dtypes", "dtype", "ndim", "shape", "tensor", "offset", "size")
+"""Columns of a chunk table that decide its layout."""
+
+
 def layout_of_most(table: ChunkTable) -> str:
     """Returns the layout of most bytes of a checkpoint; "" if there are no tensors."""
     weights: Counter[tuple[int, ...]] = Counter()

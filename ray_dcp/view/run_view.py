@@ -32,7 +32,13 @@ from ray_dcp.io.checkpoint import table_of
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view import drawing as draw
-from ray_dcp.view.checkpoint_view import CheckpointView, layout_of_most, read_view, trace_of
+from ray_dcp.view.checkpoint_view import (
+    COLUMNS_OF_LAYOUT,
+    CheckpointView,
+    layout_of_most,
+    read_view,
+    trace_of,
+)
 from ray_dcp.view.difference import new_bytes
 from ray_dcp.view.drawing import AMBER, GREY, RED, Picture
 from ray_dcp.view.run_listing import (
@@ -117,7 +123,7 @@ class StepView(ListedCheckpoint):
             # Why: of two saves of a plan the columns are the same objects, and so is the layout.
             if before is not None and {"layout", "_table"} <= vars(before).keys():
                 one, other = before._table, self._table
-                if one.names is other.names and one.shape is other.shape:
+                if all(getattr(one, name) is getattr(other, name) for name in COLUMNS_OF_LAYOUT):
                     return before.layout
             return layout_of_most(self._table)
         except CheckpointError:
