@@ -46,7 +46,8 @@ MOST_GAP_BYTES = 8 << 20
 GAP_SHARE = 0.05
 """Maximum number of bytes read in other gaps, as a share of the bytes needed."""
 DIRECT_BYTES = 256 << 10
-"""Contiguous pairs from this length on are read directly into the target."""
+"""Contiguous pairs from this length on are read directly into the target. Others without checksums
+are mapped from this length on, where the storage can do that."""
 SLICE_BYTES = 8 << 20
 """A direct read is cut into slices of about this length, for several threads.
 
@@ -293,6 +294,8 @@ class ReadCost:
     """Throughput of one request."""
     request_bytes: int = 0
     """Minimum length of a request, if as many contiguous bytes are needed."""
+    maps: bool = False
+    """Whether ranges are mapped instead of read into scratch memory."""
 
     @property
     def gap_bytes(self) -> int:
@@ -314,8 +317,9 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
     """
     straight = geo.chunk_contiguous & geo.target_contiguous & ~geo.unparsed
     direct = straight & (geo.num_bytes >= DIRECT_BYTES)
-    limit = min(SPAN_BYTES, SCRATCH_BYTES)
-    span = geo.unparsed | (~direct & (geo.read_high - geo.read_low <= limit))
+    length, limit = geo.read_high - geo.read_low, min(SPAN_BYTES, SCRATCH_BYTES)
+    mapped = cost.maps & ~straight & (geo.block_bytes == 0) & (length >= DIRECT_BYTES)
+    span = geo.unparsed | (~direct & ~mapped & (length <= limit))
     placed: list[tuple[int, int, Job]] = []
     span_bytes = min(max(SPAN_BYTES, cost.request_bytes), SCRATCH_BYTES)
     for job in _spans(geo, np.flatnonzero(span), span_bytes, cost):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,13 @@ from ray_dcp.io.read_jobs import (
 )
 from ray_dcp.options import LoadOptions, Verify
 from ray_dcp.planning.reads import ReadPlan, Wanted
-from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of, threads_for
+from ray_dcp.store.storage import (
+    LOCAL_DISK,
+    KeyMissingError,
+    Storage,
+    read_traits_of,
+    threads_for,
+)
 
 _SAMPLED = 16
 """`verify="sample"` checks every 16th block that is read of a chunk, starting with the first."""
@@ -492,13 +498,28 @@ class TargetFiller:
     def _do_strided(self, job: StridedRead) -> tuple[int, int]:
         ranges = slab_reads(self._geo, job, self._cost).tolist()
         base = ranges[0][0]
-        view = self._scratch(ranges[-1][1] - base)
-        blocks = 0
-        for low, high in ranges:
-            blocks += self._fill(job.pair, low, view[low - base : high - base])
+        view, blocks = self._mapped(job.pair, ranges), 0
+        if view is None:
+            view = self._scratch(ranges[-1][1] - base)
+            for low, high in ranges:
+                blocks += self._fill(job.pair, low, view[low - base : high - base])
         self._copy_box(job.pair, view, base, job.offset, job.size)
         self._part_done(self._row[job.pair])
         return sum(high - low for low, high in ranges), blocks
+
+    def _mapped(self, pair: int, ranges: Sequence[tuple[int, int]]) -> memoryview | None:
+        """Returns the bytes of a slab without a copy; None if they must be read.
+
+        *Why only without checksums*: bytes of a mapping may change after they were verified.
+        """
+        numbers = self._pairs
+        # Why asked again: bytes may come from other ranks since the jobs were made.
+        map_range = getattr(self._storage, "map_range", None) if self._cost.maps else None
+        if map_range is None or numbers.block_bytes[pair] or len(ranges) > 1:
+            return None
+        low, high = ranges[0]
+        key = self._table.files[numbers.file[pair]]
+        return cast("memoryview | None", map_range(key, numbers.place[pair] + low, high - low))
 
     # Copying between boxes.
 
@@ -741,7 +762,10 @@ def read_cost(storage: Storage) -> ReadCost:
     """Returns the cost of reads from a storage, by its `read_traits` and `request_bytes`."""
     traits = read_traits_of(storage)
     usual = 0 if traits.cached else _FAR_REQUEST_BYTES
-    return ReadCost(traits.request_s, traits.bytes_per_s, getattr(storage, "request_bytes", usual))
+    request_bytes = getattr(storage, "request_bytes", usual)
+    # Why not on a network filesystem: other machines may truncate a file whose pages are mapped.
+    maps = traits == LOCAL_DISK and getattr(storage, "map_range", None) is not None
+    return ReadCost(traits.request_s, traits.bytes_per_s, request_bytes, maps)
 
 
 def read_prepared(

@@ -360,6 +360,8 @@ class SmallFiles(StorageWrapper):
         super().__init__(inner)
         self._turns: dict[str, threading.Lock] = {}
         self._files: dict[str, bytes] = {}
+        # What is cached here is of storages that map nothing.
+        self.map_range = getattr(inner, "map_range", None)
 
     def expect(self, files: Iterable[FileEntry]) -> None:
         """Registers files that will be read; small ones are cached from their first read on.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray_dcp.commit_protocol.liveness import Doing
@@ -211,6 +212,25 @@ class WatchedStorage(StorageWrapper):
         with self._progress.at(key):
             self._inner.read_into(key, start, target)
         self._progress.moved(len(target))
+
+    @property
+    def map_range(self) -> Callable[[str, int, int], memoryview | None] | None:
+        """The storage's `map_range`, if it has one."""
+        inner = getattr(self._inner, "map_range", None)
+        return None if inner is None else partial(self._map_range, inner)
+
+    def _map_range(
+        self,
+        inner: Callable[[str, int, int], memoryview | None],
+        key: str,
+        start: int,
+        num_bytes: int,
+    ) -> memoryview | None:
+        with self._progress.at(key):
+            view = inner(key, start, num_bytes)
+        if view is not None:
+            self._progress.moved(num_bytes)
+        return view
 
     def write(
         self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False

@@ -556,6 +556,9 @@ class StorageWrapper:
         b'DATA'
     """
 
+    # Why not forwarded: it would go past a subclass that overrides `read_into`.
+    map_range: Any = None
+
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
 

@@ -24,7 +24,7 @@ from tests.bench.measure import drop_cache, warm_cache
 from tests.support.programs.hub_ranks import write_model
 
 SHAPES = {
-    "419 MB in 113 matrices (dense)": [(1024, 1024)] * 64
+    "545 MB in 113 matrices (dense)": [(1024, 1024)] * 64
     + [(4096, 1024)] * 32
     + [(1024, 4096)] * 17,
     "328 MB in 10,000 matrices (experts)": [(64, 256)] * 10_000,

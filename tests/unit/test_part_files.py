@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from ray_dcp.io import read_jobs, reader
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
+from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import StorageWrapper
@@ -273,6 +275,50 @@ def test_scratch_memory_stays_within_its_limit(memory, monkeypatch):
     assert sink.buffers[0] == np.ascontiguousarray(array[3:993, 7:907]).tobytes()
     assert max(peaks) <= limit
     assert len(peaks) >= array.nbytes // limit
+
+
+def test_columns_that_nothing_verifies_are_copied_from_the_pages_of_the_file(storage, monkeypatch):
+    array = random_array(1000, 1000)
+    table, peaks = written(storage, [array]), scratch_peaks(monkeypatch)
+    box = (0, (3, 500), (990, 400))
+    sink, stats = read(storage, table, wanted_of(box), verify="never", num_threads=2)
+    assert sink.buffers[0] == np.ascontiguousarray(array[3:993, 500:900]).tobytes()
+    assert peaks == []
+    assert stats.bytes_needed < stats.bytes_read < array.nbytes
+    # Verified bytes are those that are copied, and the pages of a file may change.
+    sink, _ = read(storage, table, wanted_of(box))
+    assert sink.buffers[0] == np.ascontiguousarray(array[3:993, 500:900]).tobytes()
+    assert len(peaks) > 0
+
+
+@pytest.mark.parametrize("reason", ["an old kernel", "a wrapper that changes what is read"])
+def test_columns_are_read_where_the_pages_of_the_file_can_not_be_mapped(
+    storage, monkeypatch, reason
+):
+    array = random_array(1000, 1000)
+    table, used = written(storage, [array]), storage
+    if reason == "an old kernel":
+        monkeypatch.setattr(local, "_POPULATE_READ", 1 << 20)
+    else:
+        used = Inverted(storage)
+        array = np.frombuffer((~np.frombuffer(array.tobytes(), np.uint8)).tobytes(), "<u4")
+        array = array.reshape(1000, 1000)
+    sink, _ = read(used, table, wanted_of((0, (0, 500), (1000, 400))), verify="never")
+    assert sink.buffers[0] == np.ascontiguousarray(array[:, 500:900]).tobytes()
+
+
+class Inverted(StorageWrapper):
+    def read_into(self, key, start, target):
+        super().read_into(key, start, target)
+        np.frombuffer(target, np.uint8)[:] = ~np.frombuffer(target, np.uint8)
+
+
+def test_a_file_that_is_cut_off_before_its_pages_are_mapped_is_damaged(storage):
+    array = random_array(1000, 1000)
+    table = written(storage, [array])
+    os.truncate(os.path.join(storage.url, KEY), array.nbytes // 2)
+    with pytest.raises(errors.DamagedCheckpointError, match="cut off"):
+        read(storage, table, wanted_of((0, (0, 500), (1000, 400))), verify="never")
 
 
 @pytest.mark.parametrize("at", [0, -1])
