@@ -39,7 +39,7 @@ from ray_dcp.place.stock_metadata import withdraw
 from ray_dcp.place.voting import Opener, decide
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, target_of
-from ray_dcp.store.storage import is_full
+from ray_dcp.store.storage import is_full, read_if_there
 
 MOST_TRIES = 20
 """Most times that a delete begins again because a save was committed meanwhile."""
@@ -225,13 +225,14 @@ def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> Colle
     # Careful: where a record can't be created only if absent, a save that runs may still replace
     # the delete, and needs its files.
     all_dead = is_new and (dry_run or storage.traits.create_if_absent)
+    data = read_if_there(storage, METADATA_KEY)
     found = sweep(
         place.sizes,
         standing=None,
         last_slot=record.previous_slot,
         dead=place.known,
         all_dead=all_dead,
-        named=named_by_metadata(place, record),
+        named=named_by_metadata(place, record, data),
     )
     manifest = place.standing.manifest
     unnamed = attempts_of(place.sizes) - place.known
@@ -248,7 +249,7 @@ def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> Colle
     metadata = METADATA_KEY in place.sizes and (place.foreign is None or is_replaced)
     try:
         if not dry_run:
-            metadata = withdraw(storage, record)
+            metadata = withdraw(storage, record, data, manifest)
         stock = without_stock_files(storage, place.foreign_files) if is_replaced else ()
     except CheckpointError as error:
         # Why nothing is deleted: stock DCP still sees what `.metadata` names.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ray_dcp.commit_protocol.garbage import GarbagePlan, sweep
-from ray_dcp.place.listing import (
-    Listing,
-    named_by_metadata,
-)
+from ray_dcp.io.checkpoint import METADATA_KEY
+from ray_dcp.place.listing import Listing, named_by_metadata
+from ray_dcp.store.storage import read_if_there
 
 
 def check_readable(place: Listing, done: str) -> None:
@@ -52,5 +51,7 @@ def find_dead(
         dead={*place.known, *gone},
         all_dead=all_dead,
         anonymous=anonymous,
-        named=named_by_metadata(place, place.standing.record),
+        named=named_by_metadata(
+            place, place.standing.record, read_if_there(place.storage, METADATA_KEY)
+        ),
     )

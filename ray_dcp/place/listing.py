@@ -22,7 +22,7 @@ from ray_dcp.io.not_found import not_found
 from ray_dcp.place.files import everything
 from ray_dcp.place.records import Standing, standing_records
 from ray_dcp.place.stock_files import foreign_metadata
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Storage
 from ray_dcp.view.wording import count_text, size_text
 
 
@@ -123,29 +123,27 @@ def check_ours(place: Listing) -> None:
     raise not_found(place.storage)
 
 
-def named_by_metadata(place: Listing, record: Manifest | DeleteRecord | None) -> dict[str, str]:
+def named_by_metadata(
+    place: Listing, record: Manifest | DeleteRecord | None, data: bytes | None
+) -> dict[str, str]:
     """Returns the attempts whose files an outdated or foreign `.metadata` names.
 
     Args:
         place: The listing.
         record: The deciding record.
+        data: `.metadata` as it is now; None if there is none.
 
     Returns:
         By attempt, the reason to keep its files.
-
-    Raises:
-        StorageError: `.metadata` can't be read.
     """
-    try:
-        data = place.storage.read(METADATA_KEY)
-    except KeyMissingError:
+    if data is None:
         return {}
     attempts = attempts_of(place.sizes)
     if isinstance(record, Manifest):
         attempts -= {record.attempt}
         if record.metadata is not None and record.metadata.digest == digest_bytes(data).hex():
             return {}
-    if isinstance(record, DeleteRecord) and is_ours(data):
+    if isinstance(record, DeleteRecord) and is_ours(data, place.standing.manifest):
         return {}  # it is removed
     try:
         found = decode_metadata(data)

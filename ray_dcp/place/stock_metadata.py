@@ -27,7 +27,7 @@ from ray_dcp.io.records import used_slots
 from ray_dcp.place.files import unpublished
 from ray_dcp.place.records import standing_records
 from ray_dcp.store.opening import open_storage, target_of
-from ray_dcp.store.storage import KeyMissingError, Storage, read_if_there
+from ray_dcp.store.storage import Storage, read_if_there
 
 
 def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
@@ -80,7 +80,7 @@ def republish(storage: Storage, url: str) -> bool:
     while True:
         standing = standing_records(storage)
         if isinstance(standing.record, DeleteRecord):
-            withdraw(storage, standing.record)
+            withdraw(storage, standing.record, read_if_there(storage, METADATA_KEY))
             if standing_records(storage).slot <= standing.slot:
                 return True
             continue
@@ -92,12 +92,16 @@ def republish(storage: Storage, url: str) -> bool:
             return done
 
 
-def withdraw(storage: Storage, record: DeleteRecord) -> bool:
+def withdraw(
+    storage: Storage, record: DeleteRecord, data: bytes | None, deleted: Manifest | None = None
+) -> bool:
     """Removes the `.metadata` of a deleted checkpoint; keeps one that another program wrote since.
 
     Args:
         storage: The storage of the target.
         record: The deciding delete record.
+        data: `.metadata` as it was just read; None if there is none.
+        deleted: Manifest of the checkpoint that was deleted, if it is known.
 
     Returns:
         Whether there was one.
@@ -105,11 +109,9 @@ def withdraw(storage: Storage, record: DeleteRecord) -> bool:
     Raises:
         StorageError: The storage fails.
     """
-    try:
-        data = storage.read(METADATA_KEY)
-    except KeyMissingError:
+    if data is None:
         return False
-    if digest_bytes(data).hex() != record.replaced_metadata and not is_ours(data):
+    if digest_bytes(data).hex() != record.replaced_metadata and not is_ours(data, deleted):
         return False
     storage.delete([METADATA_KEY])
     return True

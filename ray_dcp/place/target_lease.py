@@ -25,6 +25,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Won
 from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, CommitUnknownError
+from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.io.lease_holders import (
     BEATS,
     UNREADABLE,
@@ -267,7 +268,9 @@ def _give_back(storage: Storage, number: int, dead: frozenset[str]) -> None:
             last_slot=place.previous_slot,
             dead=place.known | dead,
             anonymous=True,
-            named=named_by_metadata(place, place.standing.record),
+            named=named_by_metadata(
+                place, place.standing.record, read_if_there(storage, METADATA_KEY)
+            ),
         )
         # Why not the leases: nobody could tell any more whose these files were.
         files = [key for key in found.delete if (of := owner_of(key)) and of.kind != "lease"]

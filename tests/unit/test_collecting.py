@@ -40,7 +40,7 @@ from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.run_listing import list_checkpoints
 from tests.support.arrays import state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
-from tests.support.storages import Fault, FaultyStorage
+from tests.support.storages import Fault, FaultyStorage, Script
 from tests.support.world import load_and_check, loads_whole, run_ranks, save, save_ranks
 
 ONE, TWO, THREE = state_of(1), state_of(2), state_of(3)
@@ -255,6 +255,19 @@ def test_a_deleted_checkpoint_is_gone_and_says_so(place):
     assert type(caught.value) is errors.CheckpointNotFoundError
     assert newest_record(place) is None
     assert outcome(place.url, attempt) == "committed"
+
+
+def test_a_delete_decodes_no_metadata_that_the_manifest_knows(place, monkeypatch):
+    saved(place.url)
+    script, decoded = Script(), []
+    for module in ("io.checkpoint", "place.listing", "place.stock_files"):
+        monkeypatch.setattr(f"ray_dcp.{module}.decode_metadata", decoded.append)
+    delete(place.url, opener=script.opener)
+    assert names(place) == {record_key(2)}
+    reads = [call.key for call in script.calls if call.operation == "read"]
+    # Before it is decided, and before `.metadata` goes: another program may have written since.
+    assert reads.count(".metadata") == 2
+    assert decoded == []
 
 
 def test_a_second_delete_is_fine_and_finishes_the_first(place):
