@@ -26,7 +26,7 @@ its files has a receipt:
 | `PartsHeld` | from now on the rank may die |
 | `PartsWritten` | receipts; the last one of the last rank ends the phase |
 | `SaveStaged` | the rank waits for the outcome |
-| a rank is lost | nothing, if a stager holds its bytes |
+| a rank is lost | nothing, if a stager holds its bytes, or it has none to write |
 | a stager is lost | the save fails, if bytes that it holds are not written |
 
 A coordinator that replaces a dead one resumes an asynchronous save from its `StagedPlan`, and
@@ -422,6 +422,9 @@ class SaveMachine(Operation):
         if self.phase != "writing":
             return ()
         self._outlived |= errors.keys() & self._holders.keys()
+        if self.is_staged:
+            # Why: a rank without files has returned, or will, without any stager that could tell.
+            self._barrier.arrived.update(rank for rank in errors if not self._files[rank])
         # Why not the others: stagers hold their bytes, and write them however slow they are.
         return super()._on_lost({r: e for r, e in errors.items() if r not in self._holders})
 

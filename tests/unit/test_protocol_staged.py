@@ -42,6 +42,7 @@ from ray_dcp.commit_protocol.liveness import (
 )
 from ray_dcp.coordinator.actor import Coordinator, StagedPlans, StagerWatch
 from ray_dcp.core import bounds
+from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -175,6 +176,25 @@ def test_a_rank_whose_bytes_are_not_held_fails_the_save(play, how):
         play.staged(1, error=StorageError("no memory"))
     error = fails(play)
     assert (type(error), error.rank) == (ParticipantError if how == "dies" else StorageError, 1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_that_writes_nothing_may_die_before_the_others_are_staged(play, when):
+    for rank in range(2):
+        play.join_staged(rank)
+    play.done(NOTHING)
+    plan = planned(2, files=2)
+    play.done(replace(plan, parts=(plan.parts[0], RankPlan(1, ()))))
+    if when == "before":
+        play.lose(1)
+    play.held(0)
+    play.staged(0)
+    play.write_all(ranks=[0])
+    if when == "after":
+        assert not play.todo
+        play.lose(1)
+    assert [receipt.file for receipt in commit(play).receipts] == [0, 1]
+    assert isinstance(play.reply(0, "SaveStaged"), messages.SaveOutcome)
 
 
 def test_a_file_that_is_reported_twice_counts_once(play):
