@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import secrets
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,9 @@ from ray_dcp.integrations.verl_manager import write_model
 from ray_dcp.integrations.verl_trainer import STEP_NAME, TRACKER, put_in_place
 from ray_dcp.store.opening import open_storage, target_of
 from ray_dcp.worker_group import WorkerGroup, this_rank
+
+if TYPE_CHECKING:
+    from tests.support.servers.s3 import DevStore
 
 NUM_RANKS = 2
 
@@ -314,7 +318,7 @@ def die_on_rank_1(one: RayDcpCheckpointManager, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trainer_of(ranks: WorkerGroup, root: Path, **given: Any) -> Any:
+def trainer_of(ranks: WorkerGroup, root: object, **given: Any) -> Any:
     return Replaced(config(root, **given), Group(ranks, "actor"), Group(ranks, "critic"))
 
 
@@ -372,3 +376,57 @@ def test_actor_critic_and_data_are_one_step_whatever_dies(tmp_path: Path, ranks:
         trainer_of(ranks, root, resume_mode="disable")._load_checkpoint()
     with suppress(CheckpointError):
         ranks.resize(NUM_RANKS)
+
+
+def test_a_run_on_s3_is_saved_asynchronously_and_resumed(
+    ranks: WorkerGroup, server: DevStore, monkeypatch: pytest.MonkeyPatch
+):
+    variables = {
+        "AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+    }  # fmt: skip
+    root = f"s3://ckpt/{secrets.token_hex(6)}"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ranks.keep(make)
+    ranks.run(set_variables, variables)
+    try:
+        trainer = trainer_of(ranks, root, is_async=True, max_actor_ckpt_to_keep=1)
+        trainer.config.critic.checkpoint["save_contents"] = ["model", "optimizer", "hf_model:2"]
+        trainer.total_training_steps = 3  # Which is waited for.
+        trainer._load_checkpoint()
+        batches = iter(trainer.train_dataloader)
+        for number in (1, 2, 3):
+            trainer.global_steps = number
+            next(batches)
+            trainer.actor_rollout_wg.run(train, number)
+            trainer._save_checkpoint()
+        upcoming, expected = next(batches), trainer.actor_rollout_wg.run(whole)[0]
+        assert trainer.told == [f"global_step_{step} {step < 3}" for step in (1, 2, 3)]
+        stored = open_storage(target_of(root, None))
+        assert stored.read(TRACKER) == b"3"
+        assert [one.key for one in stored.list("huggingface/")] == [
+            f"huggingface/global_step_2/critic/{name}"
+            for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json")
+        ]
+        ranks.keep(make)
+        for given in (
+            {},
+            {"resume_mode": "resume_path", "resume_from_path": f"{root}/global_step_3"},
+        ):
+            again = trainer_of(ranks, root, **given)
+            again._load_checkpoint()
+            assert again.global_steps == 3
+            assert str(again.actor_rollout_wg.run(whole)[1]) == str(expected)
+            assert torch.equal(next(iter(again.train_dataloader)), upcoming)
+    finally:
+        ranks.run(set_variables, dict.fromkeys(variables))
+
+
+def set_variables(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
