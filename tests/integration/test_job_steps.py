@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,6 +29,7 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     DeadlineError,
     InvalidRequestError,
+    LimitError,
     ParticipantError,
     RankDisagreementError,
 )
@@ -77,6 +79,21 @@ class Worker:
         self.handles.append(ray_dcp.async_save({"w": torch.full((4,), value)}, checkpoint_id=part))
         self.handles[-1].staged(120)
         return str(self.handles[-1].report().staging)
+
+    def stage_with_no_thread_left(self, part: ray_dcp.Part) -> BaseException | None:
+        """Returns the error of a save whose bytes are copied when its thread is refused."""
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if thread.name.startswith("ray_dcp save "):
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            handle = ray_dcp.async_save({"w": torch.zeros(4)}, checkpoint_id=part)
+        assert handle.report().bytes_staged == 16
+        return handle.exception(120)
 
     def never_stage(self, part: ray_dcp.Part, gate: Path) -> None:
         ray_dcp.save({"w": Held(gate)}, checkpoint_id=part)
@@ -340,6 +357,19 @@ def test_a_step_of_which_a_part_fails_never_was(tmp_path: Path, worker: Any, wor
         give_step(run, 6, policy, policy)
     with pytest.raises(InvalidRequestError, match="'other'"):
         steps[0].part("other")
+    # Bytes that are copied, of a process that may start no thread for the rest of the save.
+    told: list[BaseException] = []
+
+    def refused(step: ray_dcp.JobStep) -> None:
+        steps.append(step)
+        told.append(ray.get(worker.stage_with_no_thread_left.remote(step.part("policy"))))
+
+    with pytest.raises(LimitError, match=r"'policy' of step 6 .*ulimit -u"):
+        give_step(run, 6, buffer, refused)
+    assert isinstance(told[0], LimitError)
+    with pytest.raises(LimitError, match="'policy' of step 6"):
+        steps[-1].result(60)
+    assert parts_left() == []
     assert committed(root) == []
     # After all of that, a step is committed.
     step = give_step(run, 6, buffer, policy)
