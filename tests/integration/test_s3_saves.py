@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import pickle
 import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import fsspec
 import pytest
@@ -17,10 +22,17 @@ from pyarrow import fs as arrow
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, StorageError
+from ray_dcp.format.names import StepNames
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
+from ray_dcp.job.step_files import create_record, folders_of
+from ray_dcp.manager.catalogue import Root, look
 from ray_dcp.store.location import Location
-from ray_dcp.store.opening import as_target, open_storage
+from ray_dcp.store.object_storage import ObjectStorage, ObjectWriter
+from ray_dcp.store.opening import as_target, open_storage, target_of
 from tests.crash.crashes import check_crashes
+from tests.crash.interruptions import one_call_at_a_time
+from tests.support.job_runs import JobRun, buffer, policy
+from tests.support.manager_places import in_this_thread
 from tests.support.servers.s3 import server_without_conditions
 from tests.support.storages import race_for_a_slot
 
@@ -77,6 +89,69 @@ def test_an_interrupted_operation_leaves_the_previous_or_the_new_checkpoint(plac
         every=5,
     )
     assert reached.points[variant] >= 2
+
+
+@contextmanager
+def at_request(number: int, act: Callable[[], object]) -> Iterator[list[str]]:
+    """Has something happen before the n-th call of the client, whose caller waits for it."""
+    called: list[str] = []
+
+    def held(kind: type, name: str) -> Callable[..., Any]:
+        real = getattr(kind, name)
+
+        def call(self: Any, *arguments: Any, **how: Any) -> Any:
+            # What happens meanwhile makes calls of its own, which are not counted.
+            if not busy:
+                called.append(name)
+                if len(called) == number + 1:
+                    busy.append(act)
+                    act()
+                    busy.clear()
+            return real(self, *arguments, **how)
+
+        return call
+
+    busy: list[object] = []
+    with pytest.MonkeyPatch.context() as patched, one_call_at_a_time():
+        for name in ("read", "read_into", "write", "delete", "list"):
+            patched.setattr(ObjectStorage, name, held(ObjectStorage, name))
+        patched.setattr(ObjectWriter, "_publish", held(ObjectWriter, "_publish"))
+        yield called
+
+
+def test_a_coordinator_that_is_replaced_at_a_request_of_its_commit_changes_no_history(place):
+    root, seen = Root(target_of(place, None)), Counter[str]()
+    every = 1 if os.environ.get("RAY_DCP_THOROUGH") else 4
+
+    def history() -> dict[int, str]:
+        steps = look(root, StepNames()).steps
+        newest = [folder for one in [*steps.values()][-1:] for folder in folders_of(one).values()]
+        assert all(ray_dcp.verify(place / folder).ok for folder in newest)
+        return {number: one.attempt for number, one in steps.items()}
+
+    def replace() -> None:
+        others.append(JobRun(place, takeover=True))
+        others[-1].writer.remove_leftovers()
+        seen_by_it.append(history())
+
+    with in_this_thread():
+        others, seen_by_it = [JobRun(place, takeover=True)], list[dict[int, str]]()
+        for step in itertools.count(1):
+            run = others[-1]
+            value = float(step)
+            given = run.begin(step, {"policy": policy(value), "buffer": buffer(value)})
+            with at_request(every * (step - 1), replace) as called:
+                error = create_record(run.writer, *given)
+                run.writer.finish(given[0], error is None)
+            if run is others[-1]:
+                break  # There were not so many.
+            # What the new one saw is what there is, whatever the one that was held is told.
+            assert history() == seen_by_it[-1]
+            assert (error is None) == (step in seen_by_it[-1])
+            seen["committed" if error is None else type(error).__name__] += 1
+    assert {*called} >= {"read", "write", "list", "_publish"}
+    assert seen["committed"] >= 1
+    assert seen["CheckpointExistsError"] >= 1
 
 
 @pytest.mark.parametrize("variant", ["before", "lost"])

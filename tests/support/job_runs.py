@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 import ray_dcp
-from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.job_parts import PartRecord
+from ray_dcp.io.lease_holders import this_process
 from ray_dcp.job.kept_parts import KeptParts
 from ray_dcp.job.step_files import create_record, part_source, remove_parts
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.manager.step_target import StepTarget
+from ray_dcp.store.location import Location
+from ray_dcp.store.opening import target_of
 from ray_dcp.view.checkpoint_view import read_view
 
 
@@ -31,12 +33,17 @@ def buffer(value: float) -> dict[str, Any]:
 
 
 class JobRun:
-    """A run of the parts `policy` and `buffer`."""
+    """A run of the parts `policy` and `buffer`.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: Its place.
+        takeover: Whether it is taken from a process that lives.
+    """
+
+    def __init__(self, root: Path | Location, *, takeover: bool = False) -> None:
         self.root = root
-        settings = Settings(items={"policy": Item(), "buffer": Item()})
-        self.writer = Writer(Root(Target(str(root))), settings)
+        settings = Settings(items={"policy": Item(), "buffer": Item()}, takeover=takeover)
+        self.writer = Writer(Root(target_of(root, None)), settings, holder=this_process())
         self.now_s = 0.0
         self.kept = KeptParts(self.writer.root, settings, lambda: self.now_s)
 
