@@ -70,7 +70,10 @@ def train_ray(request, server):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the run that the tests go on with, one after the other."""
+    """Of the run that the tests go on with, one after the other, with no other one between them:
+
+    a test that fails ends what the module shares.
+    """
     return tmp_path_factory.mktemp("train")
 
 
@@ -344,6 +347,65 @@ def test_workers_save_and_load_by_themselves_and_what_they_saved_loads_outside(t
     assert digests["model.outlet.weight"] == told[0]["saved"]["model.outlet.weight"]
 
 
+# A worker that is killed while its save is on the way from memory to storage
+
+
+def test_one_worker_goes_on_with_what_is_in_memory_only(train_ray, folder):
+    """It begins with what two shards saved, and is killed once a save of its own is staged."""
+    from ray.train import CheckpointConfig
+
+    def open_when_restarted() -> None:
+        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2)
+        (folder / "gate").touch()
+
+    with ThreadPoolExecutor(1) as beside:
+        opened = beside.submit(open_when_restarted)
+        result = fit(
+            train_alone, folder, 1,
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+        )  # fmt: skip
+        opened.result()
+    assert result.error is None
+    (begun,) = notes(folder, "begun")
+    assert begun["begun"] == LAST_SAVED
+    expected = uninterrupted(NUM_STEPS)
+    assert begun["loss"] == pytest.approx(expected[LAST_SAVED + 1], abs=1e-5)
+    assert begun["committed"] == 0, "the save was to be in memory only"
+    (told,) = notes(folder, "resumed")
+    assert told["resumed"] == LAST_SAVED + 1
+    assert told["loss"] == pytest.approx(expected[LAST_SAVED + 2], abs=1e-5)
+
+
+def train_alone(config: dict[str, str]) -> None:
+    """Goes on with what two shards saved; then finds that it was taken away."""
+    import ray.train
+
+    folder = config["folder"]
+    note(folder, 0, attempt=os.getpid())
+    state = made("bare")
+    with ray_dcp.train.checkpointer() as ckpt:
+        done = ckpt.restore(state)
+        loss = train_one_step(state, done + 1)
+        if done == LAST_SAVED:
+            hold_writes(ckpt._group.session, Path(folder, "gate"))
+            ckpt.save(done + 1, state)
+            committed = Path(folder).glob(f"runs/run/checkpoints/*-{done + 1:08d}/manifest-*")
+            note(folder, 0, begun=done, loss=loss, committed=len(list(committed)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        ckpt.save(done + 1, state, metrics={"loss": torch.tensor(loss)})
+    # What Ray Train has registered is taken away while the run goes on.
+    assert str(done + 1) in ray.train.get_checkpoint().path
+    whole = ray.train.CheckpointConsistencyMode.COMMITTED
+    ray.train.get_all_reported_checkpoints(consistency_mode=whole)
+    shutil.rmtree(f"{folder}/runs/run/checkpoints")
+    with (
+        ray_dcp.train.checkpointer() as ckpt,
+        pytest.raises(CheckpointNotFoundError, match="Bring them back"),
+    ):
+        ckpt.restore(state)
+    note(folder, 0, resumed=done, loss=loss)
+
+
 # Workers that save to folders of their own, which Ray Train merges
 
 
@@ -427,65 +489,6 @@ def test_the_torchft_run_of_the_documentation_replaces_a_worker_and_saves(train_
     assert steps[:2] == [5, 10]
     assert steps[-1] == 30
     assert (tmp_path / "killed").exists()
-
-
-# A worker that is killed while its save is on the way from memory to storage
-
-
-def test_one_worker_goes_on_with_what_is_in_memory_only(train_ray, folder):
-    """It begins with what two shards saved, and is killed once a save of its own is staged."""
-    from ray.train import CheckpointConfig
-
-    def open_when_restarted() -> None:
-        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2)
-        (folder / "gate").touch()
-
-    with ThreadPoolExecutor(1) as beside:
-        opened = beside.submit(open_when_restarted)
-        result = fit(
-            train_alone, folder, 1,
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
-        )  # fmt: skip
-        opened.result()
-    assert result.error is None
-    (begun,) = notes(folder, "begun")
-    assert begun["begun"] == LAST_SAVED
-    expected = uninterrupted(NUM_STEPS)
-    assert begun["loss"] == pytest.approx(expected[LAST_SAVED + 1], abs=1e-5)
-    assert begun["committed"] == 0, "the save was to be in memory only"
-    (told,) = notes(folder, "resumed")
-    assert told["resumed"] == LAST_SAVED + 1
-    assert told["loss"] == pytest.approx(expected[LAST_SAVED + 2], abs=1e-5)
-
-
-def train_alone(config: dict[str, str]) -> None:
-    """Goes on with what two shards saved; then finds that it was taken away."""
-    import ray.train
-
-    folder = config["folder"]
-    note(folder, 0, attempt=os.getpid())
-    state = made("bare")
-    with ray_dcp.train.checkpointer() as ckpt:
-        done = ckpt.restore(state)
-        loss = train_one_step(state, done + 1)
-        if done == LAST_SAVED:
-            hold_writes(ckpt._group.session, Path(folder, "gate"))
-            ckpt.save(done + 1, state)
-            committed = Path(folder).glob(f"runs/run/checkpoints/*-{done + 1:08d}/manifest-*")
-            note(folder, 0, begun=done, loss=loss, committed=len(list(committed)))
-            os.kill(os.getpid(), signal.SIGKILL)
-        ckpt.save(done + 1, state, metrics={"loss": torch.tensor(loss)})
-    # What Ray Train has registered is taken away while the run goes on.
-    assert str(done + 1) in ray.train.get_checkpoint().path
-    whole = ray.train.CheckpointConsistencyMode.COMMITTED
-    ray.train.get_all_reported_checkpoints(consistency_mode=whole)
-    shutil.rmtree(f"{folder}/runs/run/checkpoints")
-    with (
-        ray_dcp.train.checkpointer() as ckpt,
-        pytest.raises(CheckpointNotFoundError, match="Bring them back"),
-    ):
-        ckpt.restore(state)
-    note(folder, 0, resumed=done, loss=loss)
 
 
 # Trials of Ray Tune, whose workers have no process group
