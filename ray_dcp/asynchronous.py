@@ -35,6 +35,7 @@ from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
 from ray_dcp.core import bounds
 from ray_dcp.core.phases import STAGE, STAGED
 from ray_dcp.core.processes import OwnProcess, start_thread
+from ray_dcp.core.quantities import seconds_text, size_text
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -70,7 +71,6 @@ from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.shards import fields_of, for_stager, give_fields
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
-from ray_dcp.view.wording import seconds_text, size_text
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ray_dcp.core.processes import ProcessLock
+from ray_dcp.core.quantities import seconds_text, size_text
 from ray_dcp.errors import CommitUnknownError, SaveCancelledError, SaveSkippedError
 
 __all__ = ["LOGGER_NAME", "Event", "emit", "outcome_of", "subscribe"]
@@ -50,7 +51,7 @@ class Event:
         >>> event.as_dict()["num_bytes"], event.is_end
         (8, False)
         >>> print(event)
-        save.stage /run/step-1 on rank 0: 0.500 s, 8 bytes
+        save.stage /run/step-1 on rank 0: 500 ms, 8 B
     """
 
     name: str
@@ -94,8 +95,9 @@ class Event:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
-        text = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"
-        text += f", {self.num_bytes} bytes" if self.num_bytes else ""
+        took = seconds_text(self.seconds)
+        text = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {took}"
+        text += f", {size_text(self.num_bytes)}" if self.num_bytes else ""
         return text + (f", {self.error}" if self.error else "")
 
 

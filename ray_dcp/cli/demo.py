@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor
 import ray_dcp
 from ray_dcp.cli.main import JSON
 from ray_dcp.cli.output import says, styled, table, told
+from ray_dcp.core.quantities import size_text
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.checkpoint_view import read_view
-from ray_dcp.view.wording import size_text
 
 if TYPE_CHECKING:
     from ray_dcp.worker_group import WorkerGroup

@@ -26,6 +26,7 @@ from ray_dcp.cli.output import fitted, progress, says, styled, table, told
 from ray_dcp.cli.places import PLACE, check_answers, run_at, written
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.json_text import to_json
+from ray_dcp.core.quantities import count_text, seconds_text, size_text
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
@@ -53,7 +54,6 @@ from ray_dcp.view.run_view import (
     whole_steps,
 )
 from ray_dcp.view.step_part import StepPart
-from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 _STYLES = {"committed": "green", "damaged": "red", "unreadable": "red", "in flight": "yellow",
            "aborted": "yellow", "deleted": "dim"}  # fmt: skip

@@ -46,6 +46,7 @@ from ray_dcp.cli.places import (
     written,
 )
 from ray_dcp.core.json_text import to_json
+from ray_dcp.core.quantities import age_text, count_text, number_text, seconds_text, size_text
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.job_parts import KEY
 from ray_dcp.format.save_trace import SaveTrace, Span
@@ -60,18 +61,7 @@ from ray_dcp.view.run_listing import wrong_lengths
 from ray_dcp.view.run_view import RunView, StepView, folder_of, read_run, whole_steps
 from ray_dcp.view.step_part import StepPart
 from ray_dcp.view.verify import Seen, VerifyInterrupted, VerifyReport, verify_unseen
-from ray_dcp.view.wording import (
-    age_text,
-    count_text,
-    course_text,
-    few,
-    late_text,
-    nearest,
-    number_text,
-    seconds_text,
-    size_text,
-    stacked,
-)
+from ray_dcp.view.wording import course_text, few, late_text, nearest, stacked
 
 _MOST_NAMES = 40
 _MOST_PROBLEMS = 50

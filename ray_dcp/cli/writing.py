@@ -45,6 +45,7 @@ from ray_dcp.cli.places import (
     steps_between,
 )
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.quantities import count_text, size_text
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -91,7 +92,7 @@ from ray_dcp.view.run_listing import FOREIGN, folders_above
 from ray_dcp.view.run_view import StepView, check_no_step, read_run
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import count_text, few, size_text
+from ray_dcp.view.wording import few
 
 if TYPE_CHECKING:
     from ray_dcp.place.listing import CollectReport

@@ -37,6 +37,7 @@ from typing import Any, Literal
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 from ray_dcp.core.processes import start_thread
+from ray_dcp.core.quantities import seconds_text
 from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
 
@@ -464,15 +465,17 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
 
     def _save_before_the_end(self, call: Call) -> None:
         how, took_s = self._save(call, "resize", linger_s=self._limit_s + END_S)
+        if took_s is None:
+            return
         if how == "committed":
-            logger.info("Saved before the resize, in %.1f s", took_s)
-        elif took_s is not None:
+            logger.info("Saved before the resize, in %s", seconds_text(took_s))
+        else:
             logger.warning(
-                "The save before the resize is %s after %.1f s; what was trained since the last "
+                "The save before the resize is %s after %s; what was trained since the last "
                 "one may be redone. Raise SaveBeforeResize(limit_s=%g) if steps or saves take that "
                 "long",
                 "not committed" if how != "failed" else "failed",
-                took_s,
+                seconds_text(took_s),
                 self._limit_s,
             )
 
@@ -515,10 +518,10 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         )
         if took_s is not None:
             logger.warning(
-                "Preemption of %s: a save was asked for, and is %s after %.1f s",
+                "Preemption of %s: a save was asked for, and is %s after %s",
                 sorted(info.preempted_node_to_ranks),
                 how,
-                took_s,
+                seconds_text(took_s),
             )
         return took_s
 

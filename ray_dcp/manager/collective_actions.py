@@ -20,6 +20,7 @@ from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.core import bounds
+from ray_dcp.core.quantities import seconds_text, size_text
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -56,7 +57,6 @@ from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.verify import verify
-from ray_dcp.view.wording import seconds_text, size_text
 
 logger = logging.getLogger(__name__)
 

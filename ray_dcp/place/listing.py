@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ray_dcp.commit_protocol.garbage import GarbagePlan, KeptFile, attempts_of, owner_of
 from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.quantities import count_text, size_text
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -23,7 +24,6 @@ from ray_dcp.place.files import everything
 from ray_dcp.place.records import Standing, standing_records
 from ray_dcp.place.stock_files import foreign_metadata
 from ray_dcp.store.storage import Storage
-from ray_dcp.view.wording import count_text, size_text
 
 
 @dataclass(frozen=True, repr=False)

@@ -30,6 +30,7 @@ from ray.exceptions import RayError
 from ray_dcp.commit_protocol.messages import Phases, Target
 from ray_dcp.core import bounds
 from ray_dcp.core.processes import Stop, begin, pid_namespace, wait_all
+from ray_dcp.core.quantities import size_text
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
@@ -331,13 +332,13 @@ def wait_for_room(
 
 def _warn_of_full_store(missing_bytes: int, order: StageOrder) -> None:
     logger.warning(
-        "What the ranks of this node save to %s is %.3g GB larger than what staged bytes may take "
+        "What the ranks of this node save to %s is %s larger than what staged bytes may take "
         "of its object store: windows follow each other, and training waits for the storage. "
-        "Start Ray with an --object-store-memory that is %.3g GB larger, on a /dev/shm that has as "
+        "Start Ray with an --object-store-memory that is %s larger, on a /dev/shm that has as "
         "much, and raise StagerOptions(limit_bytes=...) where that is set",
         order.target.url,
-        missing_bytes / 1e9,
-        missing_bytes / SHARE_OF_STORE / 1e9,
+        size_text(missing_bytes),
+        size_text(int(missing_bytes / SHARE_OF_STORE)),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ray_dcp.commit_protocol.messages import SaveOutcome, Target
+from ray_dcp.core.quantities import count_text, size_text
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import Manifest, decode_record, record_key
@@ -21,7 +22,6 @@ from ray_dcp.format.metadata import ATTEMPT_ATTRIBUTE, encode_metadata
 from ray_dcp.io.checkpoint import checkpoint_from
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.tensors import dtype_of
-from ray_dcp.view.wording import count_text, size_text
 
 
 class CommittedMetadata(Metadata):

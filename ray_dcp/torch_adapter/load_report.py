@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ray_dcp.core.quantities import seconds_text, size_text
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
-from ray_dcp.view.wording import seconds_text, size_text
 
 _NAMES_SHOWN = 3
 

@@ -33,6 +33,7 @@ from ray_dcp import events
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, as_numbers
+from ray_dcp.core.quantities import size_text
 from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import (
     CheckpointError,
@@ -64,7 +65,6 @@ from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.run_view import open as open_place
 from ray_dcp.view.verify import items_instead
-from ray_dcp.view.wording import size_text
 
 BOX_BYTES = 8 << 20
 """Most bytes of the sum of a box. A thread holds about twice as much."""

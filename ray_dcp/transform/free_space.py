@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ray_dcp.core.quantities import size_text
 from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
-from ray_dcp.view.wording import size_text
 
 
 def check_space(target: AnyPlace, num_bytes: int) -> None:

@@ -10,18 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ray_dcp.core.quantities import count_text, seconds_text, size_text
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.view import drawing as draw
 from ray_dcp.view.drawing import AMBER, GREY, RED, WIDTH, Picture
 from ray_dcp.view.tensor_handle import TensorInfo
-from ray_dcp.view.wording import (
-    count_text,
-    course_text,
-    late_text,
-    seconds_text,
-    size_text,
-    stacked,
-)
+from ray_dcp.view.wording import course_text, late_text, stacked
 
 MOST_NAMED, MOST_LINES, MOST_POINTS = 8, 60, 400
 

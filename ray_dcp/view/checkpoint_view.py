@@ -23,6 +23,7 @@ import numpy as np
 
 from ray_dcp.core.dtypes import ITEMSIZE, READABLE
 from ray_dcp.core.processes import run_tasks
+from ray_dcp.core.quantities import count_text, size_text
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind
 from ray_dcp.errors import (
     CheckpointError,
@@ -61,7 +62,7 @@ from ray_dcp.view.run_listing import num_ranks, rank_of_file, read_trace
 from ray_dcp.view.step_part import StepPart
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.verify import VerifyReport, has_names_alone, named_items, verify_opened
-from ray_dcp.view.wording import count_text, nearest, size_text
+from ray_dcp.view.wording import nearest
 
 
 class _PlainMachine(PickleMachine):

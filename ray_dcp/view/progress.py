@@ -21,8 +21,9 @@ from typing import Any, Literal, TextIO
 
 from ray_dcp import events
 from ray_dcp.core.processes import start_thread
+from ray_dcp.core.quantities import seconds_text, size_text
 from ray_dcp.errors import InvalidRequestError, LimitError
-from ray_dcp.view.wording import printable, seconds_text, size_text
+from ray_dcp.view.wording import printable
 
 TICK_S = 0.1
 LINE_S = 10.0

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.quantities import count_text, size_text
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.io.read_jobs import DirectRead, Geometry, Job, ReadCost, geometry, job_reads, make_jobs
@@ -24,7 +25,7 @@ from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
 from ray_dcp.view import drawing as draw
 from ray_dcp.view.drawing import AMBER, WIDTH, Bar, Picture
-from ray_dcp.view.wording import count_text, nearest, size_text
+from ray_dcp.view.wording import nearest
 
 MOST_RANKS = 100_000
 

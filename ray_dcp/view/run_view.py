@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.quantities import age_text, count_text, number_text, seconds_text, size_text
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -56,14 +57,7 @@ from ray_dcp.view.step_choice import (
     steps_text,
 )
 from ray_dcp.view.step_part import StepPart
-from ray_dcp.view.wording import (
-    age_text,
-    count_text,
-    nearest,
-    number_text,
-    seconds_text,
-    size_text,
-)
+from ray_dcp.view.wording import nearest
 
 if TYPE_CHECKING:
     import pandas

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.quantities import count_text, size_text
 from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view import drawing as draw
 from ray_dcp.view.drawing import WIDTH, Bar, Picture
 from ray_dcp.view.resharding import ShardGrid, chunk_bounds, parse_layout
 from ray_dcp.view.run_listing import rank_of_file
-from ray_dcp.view.wording import count_text, size_text
 
 MOST_BOXES = 400
 """Maximum number of parts of a tensor that are drawn."""

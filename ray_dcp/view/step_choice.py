@@ -17,10 +17,7 @@ from ray_dcp.options import plain_integer
 from ray_dcp.view.run_listing import (
     ListedCheckpoint,
 )
-from ray_dcp.view.wording import (
-    few,
-    nearest,
-)
+from ray_dcp.view.wording import few, nearest
 
 Listed = TypeVar("Listed", bound=ListedCheckpoint)
 

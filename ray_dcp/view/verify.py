@@ -25,6 +25,7 @@ import numpy as np
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.damage import DAMAGE
 from ray_dcp.core.processes import Stop, run_tasks
+from ray_dcp.core.quantities import size_text
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -46,7 +47,7 @@ from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.file_check import FileCheck, Problem, rows_by_file
 from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_listing import committed_steps, list_checkpoints, read_trace
-from ray_dcp.view.wording import few, size_text
+from ray_dcp.view.wording import few
 
 _NUM_THREADS = 4
 _MOST_TOLD = 3

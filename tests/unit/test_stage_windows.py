@@ -546,8 +546,8 @@ def test_a_state_that_does_not_fit_is_told_with_the_way_out(caplog):
     link.call = short
     handed(what, link, filler_of(what, driver))
     (said,) = caplog.messages
-    assert "memory://x is 3 GB larger than" in said
-    assert "--object-store-memory that is 6 GB larger, on a /dev/shm" in said
+    assert "memory://x is 2.8 GiB larger than" in said
+    assert "--object-store-memory that is 5.6 GiB larger, on a /dev/shm" in said
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
