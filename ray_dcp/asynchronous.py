@@ -63,8 +63,9 @@ from ray_dcp.saving import (
     target_of,
 )
 from ray_dcp.session.call import Call
+from ray_dcp.session.connection import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.session.discovery import session_in_ray
-from ray_dcp.session.session import Disconnected, Session, shut_down_meanwhile, until_disconnected
+from ray_dcp.session.session import Session
 from ray_dcp.stage.staging_backend import Finish, StagingBackend, staging_backend_of
 from ray_dcp.torch_adapter.committed_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
@@ -613,7 +614,7 @@ def run_async_save(
         else:
             stager = own = DefaultStager(StagingOptions(False, False, False, False))
     if stager is None:
-        if session.world_size == 1 and session.stages_itself:
+        if session.world_size == 1 and session.ray is None:
             # Why here: only what goes on beside the training has to outlive this process.
             session = session_in_ray(_drain_session, _is_used) or session
         part = part_save(checkpoint_id, route, session)
@@ -817,7 +818,7 @@ class _NativeSave(_Save):
         if self._part is not None:
             capture = after(self._part.begin, capture)
 
-        backend = self._backend = staging_backend_of(self._session)
+        backend = self._backend = staging_backend_of(self._session.ray)
         save = RankSave.of(call, target, options, staged=True)
         go, captured = drive(save.join(capture), call.ask)
         noted = (*captured.warnings, *go.warnings)
@@ -845,7 +846,8 @@ class _NativeSave(_Save):
         def finish(rest: Finish) -> Metadata:
             committed = False
             try:
-                connected = until_disconnected(call.ask, self._session.connection)
+                ray = self._session.ray
+                connected = until_disconnected(call.ask, ray.connection if ray else None)
                 outcome: SaveOutcome = drive(rest, connected)
                 committed = True
             except Disconnected as error:

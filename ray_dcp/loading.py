@@ -410,7 +410,7 @@ def _load_steps(
             plan=plan,
             progress=call.progress,
             kept=NodeMemory(session.namespace).storage,
-            peers=session.peers(),
+            peers=None if session.ray is None else session.ray.peers(),
         ).run()
     except CheckpointError as error:
         if isinstance(error, DamagedCheckpointError):

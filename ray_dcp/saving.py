@@ -39,8 +39,9 @@ from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import check_alone, current_session
+from ray_dcp.session.inline_transport import session_alone
 from ray_dcp.session.own_folders import OwnFolder, own_folder
-from ray_dcp.session.session import Session, session_alone
+from ray_dcp.session.session import Session
 from ray_dcp.stage.stager_options import StagerOptions
 from ray_dcp.stage.staging_backend import warm_process
 from ray_dcp.store.location import AnyPlace
@@ -535,7 +536,7 @@ def warm_up(
         >>> ray_dcp.warm_up({"w": torch.ones(2, 3)}).result()
     """
     check_mapping(state_dict)
-    session: Any = session_for(process_group, no_dist)
+    session = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict), as_if_stepped=True)
     # Why not in the background: a child forked during an import would wait forever for its lock,
     # as it lacks the thread that imports.
@@ -546,23 +547,22 @@ def warm_up(
         shown = reporting(progress, "warming up", "memory", (session.rank, session.world_size))
         meter = stack.enter_context(shown)
         meter.expect(num_bytes)
-        if session.stages_itself:
-            warmed = warm_process(num_bytes)
-        else:
-            warmed = warm_staging(session, state, options or SaveOptions(), stager, meter.add)
+        warmed = warm_staging(session, state, options or SaveOptions(), stager, meter.add)
         shown_until_then = stack.pop_all()
     warmed.add_done_callback(lambda _: shown_until_then.close())
     return warmed
 
 
 def warm_staging(
-    session: Any,
+    session: Session,
     state: Mapping[str, Any],
     options: SaveOptions,
     stager: StagerOptions | None = None,
     touched: Callable[[int], object] = lambda _: None,
 ) -> Future[None]:
-    """Prepares, in the background, a rank's memory at its node's stager for a state.
+    """Prepares, in the background, the memory in which a rank's bytes of a state are staged.
+
+    It is at the stager of the rank's node; without Ray, in this process.
 
     Args:
         session: Session of the rank.
@@ -574,10 +574,11 @@ def warm_staging(
     Raises:
         ParticipantError: The stager does not start or does not answer.
     """
+    num_bytes = share_bytes(state, session.world_size)
+    if session.ray is None:
+        return warm_process(num_bytes)
     # One more than are kept: the checkpoint that is being written.
-    num_bytes = (1 + options.keep_in_memory) * share_bytes(state, session.world_size)
-    warmed: Future[None] = session.staging(stager).warm(num_bytes, touched)
-    return warmed
+    return session.ray.staging(stager).warm((1 + options.keep_in_memory) * num_bytes, touched)
 
 
 def share_bytes(state: Any, world_size: int) -> int:

@@ -29,8 +29,8 @@ from ray_dcp.core.wire_error import add_note, cause_of, failure_of
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.options import check_above_0, check_whole, set_checked
 from ray_dcp.session import ray_calls
-from ray_dcp.session.ray_session import attach_named
-from ray_dcp.session.session import sessions
+from ray_dcp.session.group_sessions import sessions
+from ray_dcp.session.ray_cluster import attach_named
 from ray_dcp.store.location import AnyPlace
 
 _this: list[Rank] = []

@@ -71,10 +71,13 @@ from ray_dcp.session.names import (
     stagers_key,
 )
 from ray_dcp.session.ray_calls import Caller
-from ray_dcp.session.session import MOST_CALLS
 from ray_dcp.store.environment import StorageVariables
 
 logger = logging.getLogger(__name__)
+
+MOST_CALLS = 1_000_000
+"""Most calls of an actor that wait at once; each rank waits in two or three. *Why*: Ray admits 1000
+by default, so that with more ranks the last one to join would never be admitted."""
 
 LOOK_S = 0.5
 """Interval at which stagers are asked, in seconds."""

@@ -41,7 +41,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
-from ray_dcp.coordinator.actor import coordinator_of
+from ray_dcp.coordinator.actor import MOST_CALLS, coordinator_of
 from ray_dcp.coordinator.loop import Waiting
 from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, InvalidRequestError
@@ -49,7 +49,6 @@ from ray_dcp.options import check_above_0
 from ray_dcp.session import ray_calls
 from ray_dcp.session.names import gatherer_name
 from ray_dcp.session.ray_calls import Caller
-from ray_dcp.session.session import MOST_CALLS
 from ray_dcp.store.environment import StorageVariables
 
 LOOK_S = 5.0

@@ -61,9 +61,10 @@ from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.saving import session_for
 from ray_dcp.session import ray_calls
+from ray_dcp.session.inline_transport import session_alone
 from ray_dcp.session.ray_calls import TESTED
-from ray_dcp.session.ray_session import RaySession
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.ray_transport import ray_session
+from ray_dcp.session.session import Session
 from ray_dcp.stage.memory_tier import NodeMemory
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
@@ -536,7 +537,7 @@ class JoinedGroup:
     """Holds the lease on rank 0; only scans the storage on other ranks."""
     settings: Settings
     """Settings of the manager by which the group saves."""
-    session: Any
+    session: Session
     owns_session: bool
     staged_s: float
     """How long a load waits for staged saves on this node, in seconds."""
@@ -640,13 +641,12 @@ def join(
             raise ParticipantError(f"Rank 0 could not begin: {why}", rank=0)
         number, word, has_steps = begun
         settings = replace(settings, names=GroupNames(group=number, word=word))
-        session: Any = session_for(None, False)
-        owns = isinstance(session, InlineSession)
+        session = session_for(None, False)
+        owns = session is session_alone()
         if owns:
             # Why with Ray even for one rank: its node agent keeps staged saves if the worker is
             # killed.
-            session = RaySession(f"train-{facts.name}-{word}", 0, 1)
-            session.register()
+            session = ray_session(f"train-{facts.name}-{word}", 0, 1)
         return JoinedGroup(
             writer or Writer(root, settings),
             settings,

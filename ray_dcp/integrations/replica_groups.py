@@ -37,7 +37,8 @@ from ray_dcp.integrations.ray_train import (
 )
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.settings import Settings
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.ray_transport import RayTransport, ray_session
+from ray_dcp.session.session import Session
 from ray_dcp.store.opening import absolute_target
 
 STAGED_S = 10.0
@@ -55,15 +56,17 @@ class Replicas(JoinedGroup):
     """
 
     facts: RunFacts = field(kw_only=True)
-    alone: RaySession = field(kw_only=True)
+    alone: Session = field(kw_only=True)
     """The session of this worker alone."""
+    replica: RayTransport = field(kw_only=True)
+    """Reaches the coordinator of the replicas, which knows this worker."""
     quorum: SaveQuorum | None = None
     """That of the last save; None if this worker did not take part."""
 
     def __post_init__(self) -> None:
-        self._used: dict[int, RaySession] = {}
+        self._used: dict[int, Session] = {}
         """Sessions of the saves that may not have ended, by step."""
-        self._sessions: dict[str, RaySession] = {}
+        self._sessions: dict[str, Session] = {}
         """Open sessions of quorums, by the word of the quorum."""
         self._has_stepped = self._was_there = False
         self._leads = self._has_failed = self._went_back = False
@@ -73,13 +76,13 @@ class Replicas(JoinedGroup):
         """See `JoinedGroup.steps`."""
         if not self._has_stepped:
             self._has_stepped = True
-            self.alone.replica_steps()
+            self.replica.replica_steps(self.facts.rank, self.facts.world_size)
 
     def gather(self, step: int | None) -> bool:
         """See `JoinedGroup.gather`."""
         rank, world_size = self.facts.rank, self.facts.world_size
         self.quorum = None
-        self.quorum = self.alone.ready(
+        self.quorum = self.replica.ready(
             ReadyToSave(
                 rank, world_size, "", step, is_anew=self._has_failed, went_back=self._went_back
             )
@@ -116,8 +119,7 @@ class Replicas(JoinedGroup):
         if session is None:
             number = quorum.ranks.index(self.facts.rank)
             name, actor = f"{_actor_of(self.facts)}/{quorum.session}", _actor_of(self.facts)
-            session = RaySession(name, number, len(quorum.ranks), actor=actor)
-            session.register()
+            session = ray_session(name, number, len(quorum.ranks), actor=actor)
             self._sessions[quorum.session] = session
         self.session = session
         if session.rank == 0 and not self._leads:
@@ -176,7 +178,7 @@ class Replicas(JoinedGroup):
         self.writer.close(timeout_s)
         for session in self._sessions.values():
             session.close()
-        self.alone.end_replica()
+        self.replica.end_replica(self.facts.rank)
         self.alone.close()
 
 
@@ -220,9 +222,19 @@ def join_replicas(
     if needed is not None:
         needed.refresh()
     actor = _actor_of(facts)
-    alone = RaySession(f"{actor}/alone-{word}", 0, 1, actor=actor)
+    replica = RayTransport(f"{actor}/alone-{word}", 0, 1, actor=actor)
+    replica.begin_replica(facts.rank, facts.world_size)
+    alone = Session(replica)
     alone.own_values = facts.rank, facts.world_size
-    alone.begin_replica()
     return Replicas(
-        writer, settings, alone, True, STAGED_S, has_steps, needed, facts=facts, alone=alone
+        writer,
+        settings,
+        alone,
+        True,
+        STAGED_S,
+        has_steps,
+        needed,
+        facts=facts,
+        alone=alone,
+        replica=replica,
     )

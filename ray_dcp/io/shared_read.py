@@ -1,8 +1,8 @@
 """`SharedReadStorage`: one rank reads bytes that several ranks need, and sends them to the others.
 
-`planning.reads.share_reads` assigns units of bytes to reading ranks; a `Transport` transfers them.
-Bytes from another rank are verified like bytes from storage. If they do not arrive, they are read
-from storage, so that no rank depends on another.
+`planning.reads.share_reads` assigns units of bytes to reading ranks; a `UnitExchange` transfers
+them. Bytes from another rank are verified like bytes from storage. If they do not arrive, they are
+read from storage, so that no rank depends on another.
 
 `SmallFiles` caches small files of a storage whose requests have a high latency: a load reads
 checksums, tensors and objects of a file by several short reads, each of which takes as long as
@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 Reads = tuple[Int32Array, Int64Array, Int64Array]
 
 
-class Transport(Protocol):
+class UnitExchange(Protocol):
     """Transfers units from the rank that reads them to the other ranks of one load. Thread-safe.
 
     Bytes that are not available are None.
@@ -108,7 +108,7 @@ class SharedReadStorage(StorageWrapper):
         share: RankShare,
         rank: int,
         reads: Reads,
-        exchange: Transport,
+        exchange: UnitExchange,
         *,
         num_threads: int,
         check: Callable[[], None] = lambda: None,

@@ -38,6 +38,7 @@ from ray_dcp.manager.settings import Item, Settings, check_item_name, retention_
 from ray_dcp.options import SaveOptions, plain_integer
 from ray_dcp.saving import check_options
 from ray_dcp.session import ray_calls
+from ray_dcp.session.call_bound import CallBound
 from ray_dcp.session.names import NAMESPACE, job_coordinator_name
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import target_of
@@ -316,9 +317,11 @@ class JobCheckpoints:
             lambda _: job_coordinator_of(target.url, namespace=NAMESPACE),
             lambda actor: actor.attach.remote(driver, job, variables),
             # Why so long: it waits for the steps that an earlier driver left.
-            timeout_s=self._options.plan_timeout_s
-            + self._options.write_timeout_s
-            + self._options.commit_timeout_s,
+            CallBound(
+                self._options.plan_timeout_s
+                + self._options.write_timeout_s
+                + self._options.commit_timeout_s
+            ),
         )
         self._line = Line(name, NAMESPACE, self._nonce, self._root)
         return self._line

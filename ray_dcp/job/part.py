@@ -16,6 +16,7 @@ from typing import Any
 
 from ray_dcp.commit_protocol.job_step import Begun, Event, Failed, Staged
 from ray_dcp.errors import CheckpointError, InternalError, InvalidRequestError, ParticipantError
+from ray_dcp.session.call_bound import CallBound
 from ray_dcp.store.location import Location, url_below
 
 TELL_S = 60.0
@@ -136,7 +137,7 @@ def tell_coordinator(
             step=step,
         )
 
-    return ray_calls.call_actor(who, handle, send, timeout_s=timeout_s)
+    return ray_calls.call_actor(who, handle, send, CallBound(timeout_s))
 
 
 class PartSave:

@@ -26,7 +26,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.saving import run_save
 from ray_dcp.session import ray_calls
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.inline_transport import inline_session
 from ray_dcp.store.environment import StorageVariables
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.torch_adapter.dispatch import decide_save
@@ -118,7 +118,7 @@ def _write(value: Any, target: Target, attempt: str, options: SaveOptions) -> No
     """Writes a value as a checkpoint; returns when it is committed."""
     run_save(
         decide_save(None, None, target),
-        InlineSession("value"),
+        inline_session("value"),
         value if is_state_dict(value) else {WRAPPED: value},
         options,
         target,

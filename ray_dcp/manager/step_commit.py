@@ -18,7 +18,7 @@ from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.options import SaveOptions
 from ray_dcp.saving import run_save
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.inline_transport import inline_session
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.dispatch import decide_save
 
@@ -41,7 +41,7 @@ def commit_step(
     target = root.below(place.name)
     run_save(
         decide_save(None, None, target),
-        InlineSession("step", performer=partial(_perform_after, place)),
+        inline_session("step", performer=partial(_perform_after, place)),
         {"step": place.step, "items": dict(folders), **more},
         SaveOptions(),
         target,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ray_dcp.commit_protocol.error_aggregation import (
     exchanged,
@@ -62,39 +62,12 @@ from ray_dcp.place.stock_metadata import republish
 from ray_dcp.place.visibility import check_visible
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, without_contents
+from ray_dcp.rank.captured import Captured
 from ray_dcp.rank.unchanged import RunHistory
 from ray_dcp.session.call import Call
 from ray_dcp.session.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-
-
-class Captured(Protocol):
-    """The captured state of a rank, as in `ray_dcp.torch_adapter.capture.Capture`."""
-
-    @property
-    def columns(self) -> Columns:
-        """One row for each item."""
-        ...
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user."""
-        ...
-
-    @property
-    def tied(self) -> Sequence[Sequence[str]] | None:
-        """Groups of names whose tensors are one memory; None if the rank holds no tensors."""
-        ...
-
-    def source(self, row: int, /) -> memoryview:
-        """Returns the C-order bytes of a fixed item."""
-        ...
-
-    def deferred(self, row: int, /) -> bytes:
-        """Returns the serialised bytes of a deferred item."""
-        ...
-
 
 T = TypeVar("T")
 

@@ -13,12 +13,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ray_dcp import events
-from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
+from ray_dcp.commit_protocol.messages import (
+    Left,
+    LoadJoin,
+    OpKey,
+    Renumbered,
+    Reply,
+    Request,
+    SaveJoin,
+)
 from ray_dcp.coordinator.metrics import count
 from ray_dcp.core import bounds
 from ray_dcp.core.wire_error import message_of
 from ray_dcp.errors import CheckpointError
 from ray_dcp.events import Event, contained, outcome_of
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.session.call_bound import longest_s
 from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.session import Session
 
@@ -44,8 +54,8 @@ class Call:
         history: What this rank knows of the runs that it saved to.
 
     Examples:
-        >>> from ray_dcp.session.session import InlineSession
-        >>> with Call(InlineSession("doc"), 60.0) as call:
+        >>> from ray_dcp.session.inline_transport import inline_session
+        >>> with Call(inline_session("doc"), 60.0) as call:
         ...     call.next_key(), call.next_key()
         (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))
     """
@@ -64,6 +74,7 @@ class Call:
         self._seq: int | None = None
         self._session = session
         self._timeout_s = timeout_s
+        self._options: SaveOptions | LoadOptions = SaveOptions()
         self._report: _Reported | None = None
 
     def next_key(self) -> OpKey:
@@ -85,10 +96,13 @@ class Call:
         Raises:
             CheckpointError: As the session raises it.
         """
+        if isinstance(request, SaveJoin | LoadJoin):
+            self._options = request.options
+        timeout_s = longest_s(request, self._options)
         while True:
             seq = request.key.seq if self._seq is None else self._seq
             sent = replace(request, key=replace(request.key, seq=seq))
-            reply = self._session.call(sent, silence_s=self._timeout_s)
+            reply = self._session.call(sent, silence_s=self._timeout_s, timeout_s=timeout_s)
             if not isinstance(reply, Renumbered):
                 return reply
             self._seq = reply.seq

@@ -30,6 +30,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import check_above_0, plain_integer
 from ray_dcp.rank.rank_save import result_or_error
+from ray_dcp.session.connection import named_address
+from ray_dcp.session.group_sessions import sessions
 from ray_dcp.session.job_store import (
     announce_connect,
     job_store,
@@ -37,8 +39,13 @@ from ray_dcp.session.job_store import (
 )
 from ray_dcp.session.meeting import await_group
 from ray_dcp.session.names import NAMESPACE
-from ray_dcp.session.session import Session, group_name, named_address, sessions
-from ray_dcp.session.socket_session import forget_key, join_by_store
+from ray_dcp.session.session import Session
+from ray_dcp.session.socket_transport import forget_key, join_by_store
+
+
+def group_name(first_rank: int, world_size: int) -> str:
+    """Returns a new name for the session of a torch process group."""
+    return f"group-{first_rank}-{world_size}-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,8 @@ def connect(
     timeout_s = check_above_0(timeout_s, "timeout_s")
     lease_s = check_above_0(lease_s, "lease_s")
     check_connect(address, rank, world_size, name)
-    from ray_dcp.session.ray_session import RaySession, attach_named
+    from ray_dcp.session.ray_cluster import attach_named
+    from ray_dcp.session.ray_transport import RayTransport, ray_session
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -95,10 +103,10 @@ def connect(
             key="address",
         )
     shared = name or f"alone-{secrets.token_hex(6)}"
-    place = RaySession(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
+    place = RayTransport(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
     with connect_announced():
         generation = place.enter(secrets.token_hex(8), timeout_s)
-    session = RaySession(
+    session = ray_session(
         f"{shared}/{generation}",
         rank,
         world_size,
@@ -106,9 +114,13 @@ def connect(
         namespace=namespace,
         lease_s=lease_s,
     )
-    session.register()
-    sessions.explicit = session
+    sessions.explicit, session.on_close = session, _end_connect
     return session
+
+
+def _end_connect() -> None:
+    sessions.explicit = None
+    announce_connect(False)
 
 
 def current_session(
@@ -126,7 +138,7 @@ def current_session(
         timeout_s: How long the first call waits for the other ranks, in seconds.
 
     Returns:
-        None for a process that is alone, which uses `InlineSession` without Ray.
+        None for a process that is alone, which uses `session_alone` without Ray.
 
     Raises:
         InvalidRequestError: This process is not in the group.
@@ -333,7 +345,7 @@ def _invite(dist: Any, group: Any) -> _Invite:
     ray = sys.modules.get("ray")
     if named_address() is None and not (ray is not None and ray.is_initialized()):
         return _Invite(name, None)
-    from ray_dcp.session.ray_session import attach_named
+    from ray_dcp.session.ray_cluster import attach_named
 
     return _Invite(name, attach_named(None))
 
@@ -341,12 +353,11 @@ def _invite(dist: Any, group: Any) -> _Invite:
 def _join_session(call: _Invite, rank: int, world_size: int, timeout_s: float) -> Session:
     if call.address is None:
         return join_by_store(job_store(timeout_s), call.name, rank, world_size)
-    from ray_dcp.session.ray_session import RaySession, attach
+    from ray_dcp.session.ray_cluster import attach
+    from ray_dcp.session.ray_transport import ray_session
 
     attach(call.address)
-    session = RaySession(call.name, rank, world_size)
-    session.register()
-    return session
+    return ray_session(call.name, rank, world_size)
 
 
 def _train_session() -> Session | None:
@@ -364,12 +375,11 @@ def _train_session() -> Session | None:
         if not known:
             from ray.train.collective import broadcast_from_rank_zero
 
-            from ray_dcp.session.ray_session import RaySession
+            from ray_dcp.session.ray_transport import ray_session
 
             rank, world_size, experiment = ranks
             word = broadcast_from_rank_zero(secrets.token_hex(8))
-            made = RaySession(f"train-{experiment}-{word}", rank, world_size)
-            made.register()
+            made = ray_session(f"train-{experiment}-{word}", rank, world_size)
             sessions.set(_TrainGroup, made)
             return made
     return session
@@ -394,7 +404,7 @@ def session_in_ray(
     if ray is None or not ray.is_initialized():
         return None
     from ray_dcp.session import ray_calls
-    from ray_dcp.session.ray_session import RaySession
+    from ray_dcp.session.ray_transport import ray_session
 
     if not ray_calls.is_on_a_node():
         return None
@@ -413,13 +423,7 @@ def session_in_ray(
             if session is None or not is_used(session):
                 del _alone[name]  # which closes the session, below
                 ray_calls.before_shutdown.pop(name, None)
-        made = RaySession(
-            f"{shared}/{secrets.token_hex(8)}",
-            0,
-            1,
-            actor=shared,
-        )
-        made.register()
+        made = ray_session(f"{shared}/{secrets.token_hex(8)}", 0, 1, actor=shared)
         ray_calls.before_shutdown[shared] = partial(wait_until_ended, made)
         sessions.set(alone, made)
         return made

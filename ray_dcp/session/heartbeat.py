@@ -5,8 +5,8 @@ present, its progress, and which operations it left. The coordinator delays the 
 is an outcome or the next heartbeat is due, so that a rank that moves bytes learns at once that the
 save failed elsewhere. A coordinator that does not answer is frozen or gone.
 
-One sender serves every kind of session. What differs is the transport: how a heartbeat reaches the
-coordinator, whether that has ended, and what its silence means.
+One sender serves every session of several processes. What differs is the transport: how a heartbeat
+reaches the coordinator, whether that has ended, and what its silence means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from ray_dcp.core import bounds
 from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError, DeadlineError, LimitError, ParticipantError
 from ray_dcp.session.rank_progress import RankProgress
+from ray_dcp.session.transport import Presence, Transport
 
 FIRST_HEARTBEAT_S = 1.0
 """A call of the user that ends within this time, in seconds, sends no heartbeat."""
@@ -44,11 +45,15 @@ MOST_UNANSWERED = 3
 logger = logging.getLogger(__name__)
 
 
-class HeartbeatTransport(ABC):
-    """Carries the heartbeats of one rank to its coordinator.
+class HeartbeatTransport(Transport):
+    """A transport to another process, which carries heartbeats as well.
 
     The sender's thread uses it; `alive`, `has_ended`, `may_continue` and `ended_error` are for any.
     """
+
+    def presence(self) -> HeartbeatSender:
+        """See `Transport.presence`."""
+        return HeartbeatSender(self)
 
     @property
     @abstractmethod
@@ -56,7 +61,7 @@ class HeartbeatTransport(ABC):
         """Whether this process can reach any coordinator."""
 
     @abstractmethod
-    def send(self, beat: Heartbeat) -> Any:
+    def send_heartbeat(self, beat: Heartbeat) -> Any:
         """Sends a heartbeat; returns a reference to its answer."""
 
     @abstractmethod
@@ -124,21 +129,17 @@ class Silence:
     """Why a frozen one does not answer, and the way out."""
 
 
-class HeartbeatSender:
+class HeartbeatSender(Presence):
     """Sends heartbeats for all calls of one session, in one thread that ends with the last call.
 
     Args:
         transport: Carries the heartbeats.
-        session: Name of the session.
-        rank: This rank.
-        who: Description of the coordinator, for errors.
     """
 
-    def __init__(self, transport: HeartbeatTransport, session: str, rank: int, who: str) -> None:
+    def __init__(self, transport: HeartbeatTransport) -> None:
         self._transport = transport
-        self._session = session
-        self._rank = rank
-        self._who = who
+        self._session, self._rank = transport.session, transport.rank
+        self._who = transport.who
         self._changed = threading.Condition()
         self._active: dict[RankProgress, float] = {}
         self._left: dict[Left, float] = {}
@@ -159,12 +160,7 @@ class HeartbeatSender:
         self._next_s = self._acked_s = 0.0
 
     def add(self, progress: RankProgress, timeout_s: float) -> None:
-        """Begins to send heartbeats for a call of the user.
-
-        Args:
-            progress: Progress of the call.
-            timeout_s: Silence, in seconds, that means a frozen process, for either side.
-        """
+        """See `Presence.add`; begins to send heartbeats."""
         with self._changed:
             if not self._active:
                 first_s = min(FIRST_HEARTBEAT_S, beat_interval_s(timeout_s))
@@ -179,21 +175,16 @@ class HeartbeatSender:
                 raise
 
     def remove(self, progress: RankProgress) -> None:
-        """Ends the heartbeats of a call; after the last call, the thread ends within `TICK_S`."""
+        """See `Presence.remove`; after the last call, the thread ends within `TICK_S`."""
         with self._changed:
             self._active.pop(progress, None)
             self._changed.notify_all()
 
     def leave(self, left: Left, wait_s: float) -> None:
-        """Reports that this rank leaves an operation before its end.
+        """See `Presence.leave`.
 
-        Never raises. The thread reports it until a coordinator has received it, for as long as
-        other ranks retry their calls: those that had no reply yet begin the operation at the next
-        coordinator.
-
-        Args:
-            left: The operation and the reason. One that has ended does no harm.
-            wait_s: How long to wait until a coordinator has received it, in seconds.
+        The thread reports it until a coordinator has received it, for as long as other ranks retry
+        their calls: those that had no reply yet begin the operation at the next coordinator.
         """
         with self._changed:
             self._left[left] = time.monotonic() + bounds.OUT_OF_REACH_S
@@ -205,20 +196,13 @@ class HeartbeatSender:
                 self._changed.wait_for(lambda: left not in self._left, wait_s)
 
     def queued_s(self, key: OpKey) -> float:
-        """Returns how long the save of a call has waited in the queue, in seconds."""
+        """See `Presence.queued_s`."""
         return self._queued_s.get(key.seq, 0.0)
 
     def failure(
         self, out_of_reach: bool, outlives_restart: bool, staged: OpKey | None = None
     ) -> CheckpointError | None:
-        """Returns why the coordinator will not answer any more; None while it may.
-
-        Args:
-            out_of_reach: Whether a call failed.
-            outlives_restart: Whether the next incarnation of the coordinator can answer as well.
-            staged: The operation, if the call reports staged bytes: the next incarnation may
-                continue it, and a frozen coordinator is no failure as long as that may happen.
-        """
+        """See `Presence.failure`."""
         if self._frozen is not None and not (staged and self._transport.may_continue(staged)):
             return self._frozen
         if out_of_reach and not outlives_restart and self._transport.has_ended(self._ack):
@@ -282,7 +266,7 @@ class HeartbeatSender:
             if (now_s >= self._next_s or named != self._named) and (
                 len(self._sent) < MOST_UNANSWERED
             ):
-                self._sent[self._transport.send(beat)] = (now_s, beat)
+                self._sent[self._transport.send_heartbeat(beat)] = (now_s, beat)
                 self._named, self._next_s = named, now_s + interval_s
             self._listen(min(interval_s, TICK_S))
             self._check_coordinator(timeout_s)

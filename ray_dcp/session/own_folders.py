@@ -43,9 +43,10 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import result_or_error
 from ray_dcp.session.call import Call
+from ray_dcp.session.group_sessions import sessions
 from ray_dcp.session.job_store import job_store, naming_lost_ranks
-from ray_dcp.session.session import Session, sessions
-from ray_dcp.session.socket_session import forget_key, join_by_store
+from ray_dcp.session.session import Session
+from ray_dcp.session.socket_transport import forget_key, join_by_store
 from ray_dcp.store.opening import open_storage
 
 logger = logging.getLogger(__name__)

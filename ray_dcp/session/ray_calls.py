@@ -49,6 +49,7 @@ from ray.exceptions import (
 from ray_dcp.core import bounds
 from ray_dcp.core.wire_error import from_wire
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
+from ray_dcp.session.call_bound import LOOK_S, CallBound
 from ray_dcp.stage.node_memory import ObjectStoreFile
 from ray_dcp.store.environment import StorageVariables, is_of_storages
 
@@ -635,9 +636,6 @@ def store_bytes(node_id: str) -> float:
 MOST_MADE = 20
 """Most times that an actor which died for good is created again for one call."""
 
-LOOK_S = 0.5
-"""Interval at which a waiting call checks whether it is still useful, in seconds."""
-
 _PAUSE_S = (0.05, 2.0)
 """The first and the longest pause before a call is repeated, in seconds."""
 
@@ -647,11 +645,9 @@ def call_actor(
     who: str,
     handle: Callable[[bool], Any],
     send: Callable[[Any], Any],
+    bound: CallBound,
     *,
-    timeout_s: float,
     rank: int | None = None,
-    given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
-    uncounted_s: Callable[[], float] = lambda: 0.0,
 ) -> Any:
     """Returns an actor's answer; repeats the call if the actor died or was out of reach.
 
@@ -661,23 +657,15 @@ def call_actor(
         who: Description of the actor, for errors.
         handle: Returns the actor's handle; its argument requests a fresh one.
         send: Starts the call on a handle, and returns the reference of the answer.
-        timeout_s: For everything, including repetitions, in seconds.
+        bound: When the call is given up; also checked after the actor was out of reach.
         rank: The calling rank, for errors.
-        given_up: Called about every half second, and after the actor was out of reach; returns why
-            waiting any longer is useless, or None. Its argument says whether the actor was ever out
-            of reach.
-        uncounted_s: Returns how much of the elapsed time does not count, in seconds.
 
     Raises:
         DeadlineError: No answer in time.
         ParticipantError: The actor died and can't be created again, or the cluster is gone.
-        CheckpointError: The actor raised it, or `given_up` returned it.
+        CheckpointError: The actor raised it, or `bound.given_up` returned it.
     """
-    begun_s = time.monotonic()
-
-    def left_s() -> float:
-        return begun_s + timeout_s + uncounted_s() - time.monotonic()
-
+    left_s = bound.begin()
     failed = fresh = is_logged = False
     num_made, pause_s = 0, _PAUSE_S[0]
     lost_s: float | None = None
@@ -687,12 +675,12 @@ def call_actor(
             actor = handle(fresh)
             check_ray(who, rank)
             answer = _send(send, actor, who, rank)
-            _wait_for(answer, left_s, lambda: given_up(failed), who, rank)  # noqa: B023
+            _wait_for(answer, left_s, lambda: bound.given_up(failed), who, rank)  # noqa: B023
             return get(answer, timeout=max(0.0, left_s()))
         except GetTimeoutError:
             raise DeadlineError(
-                f"Expected {who} to answer within {timeout_s:g} s, but it did not. Look whether "
-                f"its process is frozen or its node is gone, or raise the timeout",
+                f"Expected {who} to answer within {bound.timeout_s:g} s, but it did not. Look "
+                f"whether its process is frozen or its node is gone, or raise the timeout",
                 rank=rank,
             ) from None
         except RayTaskError as error:

@@ -50,7 +50,7 @@ class RayPeers:
 
     def exchange(
         self, key: OpKey, rank: int, ranks_here: int, check: Callable[[], None]
-    ) -> RayTransport:
+    ) -> RayUnitExchange:
         """Returns the transport of shared units.
 
         Args:
@@ -59,7 +59,7 @@ class RayPeers:
             ranks_here: Number of ranks of this node that read for others.
             check: Raises if continuing is useless.
         """
-        return RayTransport(self._coordinator, key, rank, check, self._most_units(ranks_here))
+        return RayUnitExchange(self._coordinator, key, rank, check, self._most_units(ranks_here))
 
     def _most_units(self, ranks_here: int) -> int:
         """Returns how many units a rank may offer at a time, at least one.
@@ -73,8 +73,8 @@ class RayPeers:
         return max(most_bytes // UNIT_BYTES, 1)
 
 
-class RayTransport:
-    """Implements `Transport` for one rank in one load.
+class RayUnitExchange:
+    """Implements `UnitExchange` for one rank in one load.
 
     Args:
         coordinator: Returns the coordinator's handle.
@@ -107,7 +107,7 @@ class RayTransport:
         self._left = False
 
     def offer(self, unit: int, takers: int, data: memoryview) -> memoryview | None:
-        """See `Transport.offer`."""
+        """See `UnitExchange.offer`."""
         try:
             ref = ray_calls.put(np.frombuffer(data, np.uint8), len(data))
             found: memoryview = ray_calls.get(ref).data
@@ -122,7 +122,7 @@ class RayTransport:
         return found
 
     def has_room(self) -> bool:
-        """See `Transport.has_room`."""
+        """See `UnitExchange.has_room`."""
         end_s = time.monotonic() + bounds.SHARE_TIMEOUT_S
         while not self._left and time.monotonic() <= end_s:
             with self._changed:
@@ -145,17 +145,17 @@ class RayTransport:
         return False
 
     def use(self, unit: int) -> None:
-        """See `Transport.use`."""
+        """See `UnitExchange.use`."""
         with self._changed:
             self._used.add(unit)
             self._changed.notify_all()
 
     def decline(self, units: Sequence[int]) -> None:
-        """See `Transport.decline`."""
+        """See `UnitExchange.decline`."""
         self._send(Decline(self._key, tuple(units)))
 
     def take(self, unit: int, reader: int) -> memoryview | None:
-        """See `Transport.take`."""
+        """See `UnitExchange.take`."""
         if reader in self._silent:
             self.skip([unit])
             return None
@@ -183,12 +183,12 @@ class RayTransport:
         return None
 
     def skip(self, units: Sequence[int]) -> None:
-        """See `Transport.skip`."""
+        """See `UnitExchange.skip`."""
         if units:
             self._send(Skip(self._key, self._rank, tuple(units)))
 
     def leave(self) -> None:
-        """See `Transport.leave`."""
+        """See `UnitExchange.leave`."""
         with self._changed:
             self._left = True
             self._changed.notify_all()

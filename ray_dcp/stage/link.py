@@ -35,8 +35,9 @@ from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
 from ray_dcp.options import SaveOptions
-from ray_dcp.rank.rank_save import Captured
+from ray_dcp.rank.captured import Captured
 from ray_dcp.session import ray_calls
+from ray_dcp.session.call_bound import CallBound
 from ray_dcp.session.names import NAMESPACE
 from ray_dcp.session.ray_calls import call_actor, check_ray
 from ray_dcp.stage.copy_threads import copying_threads
@@ -105,8 +106,9 @@ class ActorLink:
             "the node's stager",
             lambda fresh: _raise_gone(self.stager) if fresh else self.handle,
             lambda actor: getattr(actor, method).remote(*arguments),
-            timeout_s=timeout_s,
-            given_up=(lambda _: None) if silence_s is None else _Pulse(self, silence_s, stop),
+            CallBound(timeout_s)
+            if silence_s is None
+            else CallBound(timeout_s, _Pulse(self, silence_s, stop)),
         )
 
     def post(self, method: str, *arguments: Any) -> None:
@@ -637,8 +639,7 @@ class RankStaging:
                     "the node's stager",
                     lambda fresh: self._stager() if fresh else handle,  # noqa: B023 - called at once
                     lambda actor: actor.place.remote(),
-                    timeout_s=max(end_s - time.monotonic(), 1.0),
-                    given_up=log_slow_start,
+                    CallBound(max(end_s - time.monotonic(), 1.0), log_slow_start),
                 )
                 if place.stager != not_this:
                     break

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,8 +29,8 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.core.processes import begin
 from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.rank.captured import Captured
 from ray_dcp.rank.rank_save import (
-    Captured,
     Opener,
     RankSave,
     result_or_error,
@@ -46,7 +46,7 @@ from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.store.opening import open_storage
 
 if TYPE_CHECKING:
-    from ray_dcp.session.ray_session import RaySession
+    from ray_dcp.session.ray_actors import RayActors
     from ray_dcp.stage.link import Staged
 
 Finish = Generator[Request, Reply, SaveOutcome]
@@ -54,14 +54,13 @@ Finish = Generator[Request, Reply, SaveOutcome]
 logger = logging.getLogger(__name__)
 
 
-def staging_backend_of(session: Any) -> StagingBackend:
+def staging_backend_of(ray: RayActors | None) -> StagingBackend:
     """Returns the backend that stages a session's bytes.
 
     Args:
-        session: Session of this rank: a `Session`, or an `InlineSession` for a process that is
-            alone.
+        ray: The actors of the session; None without Ray.
     """
-    return InProcessBackend() if session.stages_itself else StagerBackend(session)
+    return InProcessBackend() if ray is None else StagerBackend(ray)
 
 
 _memory = PrivateMemory()
@@ -186,17 +185,17 @@ class StagerBackend:
     """Stages at the stager of this rank's node, or in this process where that has no room.
 
     Args:
-        session: Session of this rank.
+        ray: The actors of the session.
 
     Attributes:
         kind: `SaveReport.staging`.
         num_bytes: Bytes that were copied.
     """
 
-    def __init__(self, session: RaySession) -> None:
+    def __init__(self, ray: RayActors) -> None:
         self.kind = "object_store"
         self.num_bytes = 0
-        self._session = session
+        self._ray = ray
         self._here: InProcessBackend | None = None
         self._staged: Staged | None = None
         self._last: tuple[int, int] = (0, 0)
@@ -277,15 +276,15 @@ class StagerBackend:
         return tuple(file for report in reports for file in report.files)
 
     def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> Staged:
-        session, key = self._session, save.progress.key or save.key
-        staged = self._staged = session.staging().stage(
-            StageKey(key, session.rank, go.attempt, go.epoch),
+        key = save.progress.key or save.key
+        staged = self._staged = self._ray.staging().stage(
+            StageKey(key, save.rank, go.attempt, go.epoch),
             go.plan,
             captured,
             target=save.target,
             options=save.options,
             published=save.history.published(go.attempt, save.opener),
-            reporter=session.coordinator(),
+            reporter=self._ray.coordinator(),
             spent=lambda: save.progress.spent,
             waits_for=save.progress.waits_for,
             stop=save.progress.stop,

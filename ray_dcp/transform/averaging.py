@@ -49,8 +49,10 @@ from ray_dcp.place.target_lease import writing_to
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.session.call import Call
+from ray_dcp.session.connection import named_address
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.session import Session, named_address, session_alone
+from ray_dcp.session.inline_transport import session_alone
+from ray_dcp.session.session import Session
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
@@ -608,7 +610,7 @@ def _num_ranks(plan: AveragePlan, out: AnyPlace) -> int:
         return 1
     if "ray" not in sys.modules and named_address() is None:
         return 1
-    from ray_dcp.session.ray_session import attach_named, num_free_cpus
+    from ray_dcp.session.ray_cluster import attach_named, num_free_cpus
 
     return min(wanted, num_free_cpus(), _MOST_RANKS) if attach_named(None) is not None else 1
 

@@ -43,7 +43,7 @@ from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns
 from ray_dcp.saving import CheckpointId, check_options, run_save, text_of
-from ray_dcp.session.session import session_alone
+from ray_dcp.session.inline_transport import session_alone
 from ray_dcp.store.local import publish
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import threads_for

@@ -100,7 +100,7 @@ def load_kept(path: str, small: str, num_bytes: int) -> dict[str, Any]:
     expected = {name: tensor.clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.zero_()
-    _connected().staging()
+    _connected().ray.staging()
     ray_dcp.load({"w": torch.ones(8)}, checkpoint_id=small)
     dist.barrier()
     copy_s = MemoryCopy(state).seconds()

@@ -175,7 +175,7 @@ def session_of(namespace: str) -> Iterator[Any]:
     try:
         yield session
     finally:
-        ended = [session.coordinator(), session.staging().link().handle]
+        ended = [session.ray.coordinator(), session.ray.staging().link().handle]
         session.close()
         for actor in ended:
             ray.kill(actor)
@@ -241,7 +241,7 @@ class _Saves:
                 warm_up(self._state)
                 self._save("first ")
                 for _ in range(self.steady_saves):
-                    assert eventually(lambda: not session.staging().info()["used_bytes"])
+                    assert eventually(lambda: not session.ray.staging().info()["used_bytes"])
                     self._note("memcpy", self._copy.seconds())
                     self._note("raw direct write", raw_write_s(self._root / "raw", self._num_bytes))
                     self._save("", session)
@@ -257,13 +257,13 @@ class _Saves:
             warm_up(self._state)
             for _ in range(2):
                 # Jobs save less often than it takes until the memory of a save is free.
-                assert eventually(lambda: not session.staging().info()["used_bytes"])
+                assert eventually(lambda: not session.ray.staging().info()["used_bytes"])
                 self._save("", session)
         self._extra = (peak.num_bytes - idle) / self._num_bytes
         self._idle = memory_bytes(pids[1:]) - (memory_bytes(pids) - idle)
 
     def _pids(self, session: Any) -> list[int]:
-        stager = session.staging().info()["pid"]
+        stager = session.ray.staging().info()["pid"]
         return [os.getpid(), stager, session.coordinator_info()["pid"]]
 
     def _save(self, kind: str, session: Any = None) -> None:

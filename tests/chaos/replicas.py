@@ -29,14 +29,14 @@ import ray_dcp
 from ray_dcp.integrations import ray_train
 from ray_dcp.integrations.replica_groups import Replicas
 from ray_dcp.manager import collective_actions
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.ray_transport import RayTransport
 from ray_dcp.stage import link
 from tests.support.daemons import Daemons
 from tests.support.programs.train import note, notes
 
 PHASES = {
-    "before it is ready": (RaySession, "ready", False),
-    "in the quorum": (RaySession, "ready", True),
+    "before it is ready": (RayTransport, "ready", False),
+    "in the quorum": (RayTransport, "ready", True),
     "before the decision": (collective_actions, "agree", False),
     "decided": (collective_actions, "agree", True),
     "captures": (collective_actions, "run_async_save", False),

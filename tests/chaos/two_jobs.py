@@ -47,11 +47,11 @@ class Rank:
 
     def pids(self) -> dict[str, Any]:
         """Returns the process of this rank, and that of its stager."""
-        return {"rank": os.getpid(), "stager": self.session.staging().info()["pid"]}
+        return {"rank": os.getpid(), "stager": self.session.ray.staging().info()["pid"]}
 
     def end_coordinator(self) -> None:
         """Kills the coordinator of this job, as its node would by ending."""
-        ray.kill(self.session.coordinator(), no_restart=False)
+        ray.kill(self.session.ray.coordinator(), no_restart=False)
 
     def save(self, path: str, value: float, num_bytes: int, how: str) -> str:
         """Saves; returns the attempt, or "" and the name of the error."""

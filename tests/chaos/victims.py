@@ -119,12 +119,12 @@ def told(marks: Path) -> dict[int, Told]:
 def session_facts() -> dict[str, Any]:
     """Returns the session's name, and what its coordinator says of itself."""
     session = current_session()
-    return {"session": session.name, "actor": session._actor, **session.coordinator_info()}
+    return {"session": session.name, "actor": session.ray.actor, **session.coordinator_info()}
 
 
 def stager_pid() -> int:
     """Returns the process of this node's stager, after making it if there is none."""
-    return int(current_session().staging().info()["pid"])
+    return int(current_session().ray.staging().info()["pid"])
 
 
 def connect(name: str) -> None:

@@ -81,11 +81,11 @@ STAGERS: set[int] = set()
 def session(namespace):
     """A session that must have given all staging memory back at the end."""
     session = ray_dcp.connect(name="bad", namespace=namespace)
-    STAGERS.add(session.staging().info()["pid"])
+    STAGERS.add(session.ray.staging().info()["pid"])
     try:
         yield session
         if ray.is_initialized() and not session.closed:
-            assert eventually(lambda: session.staging().info()["used_bytes"] == 0)
+            assert eventually(lambda: session.ray.staging().info()["used_bytes"] == 0)
     finally:
         # Whatever happened: an open session is the one that all later tests would save through.
         session.close()
@@ -181,7 +181,7 @@ def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere
 def test_a_storage_that_hangs_fails_its_save_and_holds_up_neither_training_nor_other_saves(
     session, tmp_path
 ):
-    hang_writes(session.staging().link().handle)
+    hang_writes(session.ray.staging().link().handle)
     options = SaveOptions(part_bytes=1 << 20, max_pending=2)
     state_of = partial(state, length=2_000_000)
     hanging = ray_dcp.async_save(
@@ -207,7 +207,7 @@ def test_a_session_that_is_closed_meanwhile_does_not_lose_the_save(session, tmp_
     handle = save_and_spoil(tmp_path / "c", 4.0)
     session.close()
     with pytest.raises(InvalidRequestError, match="was closed"):
-        session.staging()
+        session.ray.staging()
     assert eventually(
         lambda: ray_dcp.outcome(tmp_path / "c", handle.report().attempt) == "committed"
     )
@@ -263,7 +263,7 @@ def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(
 
 
 def test_a_ray_that_is_shut_down_is_told_and_not_started_anew(session, tmp_path):
-    stager = session.staging().info()["pid"]
+    stager = session.ray.staging().info()["pid"]
     hold_writes(session, tmp_path / "gate")
     handle = save_and_spoil(tmp_path / "c", 3.0, FITTING)
     os.kill(stager, signal.SIGSTOP)

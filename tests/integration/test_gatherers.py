@@ -17,7 +17,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.call import Call
 from ray_dcp.session.names import NAMESPACE, gatherer_name
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.ray_transport import RayTransport
+from ray_dcp.session.session import Session
 from ray_dcp.store.opening import open_storage
 from tests.support.arrays import ArrayCapture, same_state, sample_state
 from tests.support.processes import eventually
@@ -32,7 +33,9 @@ class Job:
     def __init__(self, path):
         self.url = str(path / "ckpt")
         self.name = f"test-{secrets.token_hex(4)}"
-        self.sessions = [RaySession(self.name, rank, WORLD, lease_s=30.0) for rank in range(WORLD)]
+        self.sessions = [
+            Session(RayTransport(self.name, rank, WORLD, lease_s=30.0)) for rank in range(WORLD)
+        ]
 
     def save(self, state, threads):
         def one(session, key):
@@ -76,11 +79,11 @@ def direct(job, monkeypatch):
     found = []
     for session in job.sessions:
 
-        def ask(*args, plain=session._ask, rank=session.rank, **options):
+        def ask(*args, plain=session._transport.ask, rank=session.rank, **options):
             found.append(rank)
             return plain(*args, **options)
 
-        monkeypatch.setattr(session, "_ask", ask)
+        monkeypatch.setattr(session._transport, "ask", ask)
     return found
 
 
@@ -112,9 +115,10 @@ def test_a_gatherer_that_freezes_is_not_waited_for(job, threads, direct, monkeyp
     job.save(sample_state(0), threads)
     pid = ray.get(job.gatherer(2).__ray_call__.remote(lambda _: os.getpid()))
     for session in job.sessions:
-        plain = session._gathered.call
+        gathered = session._transport._gathered
+        plain = gathered.call
         monkeypatch.setattr(
-            session._gathered, "call", lambda said, who, _, plain=plain: plain(said, who, 1.0)
+            gathered, "call", lambda said, who, _, plain=plain: plain(said, who, 1.0)
         )
     os.kill(pid, signal.SIGSTOP)
     try:

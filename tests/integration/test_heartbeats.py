@@ -25,7 +25,9 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.call import Call
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.ray_transport import RayTransport
+from ray_dcp.session.ray_transport import ray_session as registered_session
+from ray_dcp.session.session import Session
 from ray_dcp.store.opening import open_storage
 from tests.support.arrays import ArrayCapture, state_of
 from tests.support.processes import eventually
@@ -66,8 +68,7 @@ class Other:
     """The last rank, in a process that may be hit when its bytes begin to be written."""
 
     def ready(self, name: str, rank: int, world_size: int) -> int:
-        self.session = RaySession(name, rank, world_size)
-        self.session.register()
+        self.session = registered_session(name, rank, world_size)
         return os.getpid()
 
     def save(self, path: str, blow: int, heartbeat_s: float):
@@ -82,7 +83,7 @@ def ranks(num_here: int, *, world_size: int | None = None):
     """Gives the sessions of ranks that are threads of this process."""
     name = f"test-{secrets.token_hex(4)}"
     world_size = world_size or num_here
-    sessions = [RaySession(name, rank, world_size) for rank in range(num_here)]
+    sessions = [Session(RayTransport(name, rank, world_size)) for rank in range(num_here)]
     try:
         yield sessions
     finally:
@@ -200,7 +201,7 @@ def test_a_killed_coordinator_ends_a_save_in_seconds_for_ranks_that_write(thread
         saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
         assert gate.reached.wait(180)
         # The first beat has come, and with it the call that sees the coordinator die.
-        assert eventually(lambda: all(each._heartbeats._ack for each in sessions))
+        assert eventually(lambda: all(each._presence._ack for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         told = [save.result(180)[0] for save in saves]

@@ -51,7 +51,7 @@ def test_a_session_in_a_namespace_of_its_own_finds_its_memory(ray_session, tmp_p
     into = {"w": torch.zeros(1 << 20)}
     options = SaveOptions(keep_in_memory=1)
     with closing(ray_dcp.connect(namespace="elsewhere", name="elsewhere")) as session:
-        stager = session.staging().link().handle
+        stager = session.ray.staging().link().handle
         try:
             handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
             handle.committed(180)

@@ -25,7 +25,7 @@ def session(own_ray_session):
     # A namespace of its own: the stager that has the memory ends with this module.
     session = ray_dcp.connect(name="metrics", namespace=f"m{secrets.token_hex(4)}")
     yield session
-    ended = [session.staging().link().handle, session.coordinator()]
+    ended = [session.ray.staging().link().handle, session.ray.coordinator()]
     session.close()
     for actor in ended:
         ray.kill(actor)

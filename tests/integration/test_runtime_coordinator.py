@@ -17,19 +17,22 @@ from ray_dcp.errors import DeadlineError, InvalidRequestError
 from ray_dcp.session import ray_calls
 from ray_dcp.session.discovery import connect, current_session
 from ray_dcp.session.names import NAMESPACE, coordinator_name, roster_key
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.ray_transport import RayTransport
+from ray_dcp.session.session import Session
 from tests.support.processes import eventually, lives
 from tests.support.programs.forks import plain_environment
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def fresh_sessions(world_size: int, lease_s: float = 60.0) -> list[RaySession]:
+def fresh_sessions(world_size: int, lease_s: float = 60.0) -> list[Session]:
     name = f"test-{secrets.token_hex(4)}"
-    return [RaySession(name, rank, world_size, lease_s=lease_s) for rank in range(world_size)]
+    return [
+        Session(RayTransport(name, rank, world_size, lease_s=lease_s)) for rank in range(world_size)
+    ]
 
 
-def exchange(session: RaySession, key, timeout_s: float = 60.0):
+def exchange(session: Session, key, timeout_s: float = 60.0):
     """Every rank sends its number to every rank."""
     outbox = {rank: bytes([session.rank]) for rank in range(session.world_size)}
     request = Exchange(
@@ -38,7 +41,7 @@ def exchange(session: RaySession, key, timeout_s: float = 60.0):
     return session.call(request)
 
 
-def coordinator_lives(session: RaySession) -> bool:
+def coordinator_lives(session: Session) -> bool:
     try:
         ray.get_actor(coordinator_name(session.name), namespace=NAMESPACE)
     except ValueError:
@@ -135,7 +138,7 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     (session,) = fresh_sessions(1)
     victim = Victim.remote()
     victim_pid = ray.get(victim.register.remote(session.name))
-    waits = RaySession(session.name, 0, 2)
+    waits = Session(RayTransport(session.name, 0, 2))
     before = waits.coordinator_info()
     kept = roster_key(coordinator_name(session.name))
     assert eventually(lambda: str(victim_pid) in ray_calls.recall(kept))
@@ -154,7 +157,7 @@ class Victim:
     """Rank 1 of 2, which dies before it calls."""
 
     def register(self, name: str) -> int:
-        RaySession(name, 1, 2).register()
+        RayTransport(name, 1, 2).register()
         return os.getpid()
 
 
@@ -176,7 +179,7 @@ def test_ranks_connect_by_name_and_a_restarted_job_of_that_name_gets_a_new_sessi
     name = f"job-{secrets.token_hex(4)}"
 
     def come(rank: int) -> str:
-        place = RaySession(name, rank, 2)
+        place = RayTransport(name, rank, 2)
         return place.enter(secrets.token_hex(4), 30.0)
 
     generations = []
@@ -188,7 +191,7 @@ def test_ranks_connect_by_name_and_a_restarted_job_of_that_name_gets_a_new_sessi
 
 
 def test_a_rank_that_never_connects_is_named():
-    place = RaySession(f"job-{secrets.token_hex(4)}", 1, 3)
+    place = RayTransport(f"job-{secrets.token_hex(4)}", 1, 3)
     with pytest.raises(DeadlineError, match=r"ranks \[0, 2\] did not come"):
         place.enter("a", 0.5)
 

@@ -29,7 +29,7 @@ from ray_dcp.integrations.ray_train import parse
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.names import NAMESPACE, coordinator_name
-from ray_dcp.session.ray_session import attached_address
+from ray_dcp.session.ray_cluster import attached_address
 from ray_dcp.train import SaveBeforeResize
 from tests.integration.test_frameworks import example
 from tests.support.processes import eventually

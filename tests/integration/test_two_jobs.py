@@ -39,7 +39,7 @@ class Rank:
 
     def stager(self) -> dict[str, Any]:
         """Returns what its stager says of itself, and this process."""
-        return {**current_session().staging().info(), "own": os.getpid()}
+        return {**current_session().ray.staging().info(), "own": os.getpid()}
 
     def hold(self, gate: str) -> None:
         """Has its stager write nothing before a file is there."""

@@ -27,7 +27,7 @@ from ray_dcp.core.damage import DAMAGE, DamageLog
 from ray_dcp.manager import CheckpointManager, Item, LatestN
 from ray_dcp.planning import sources
 from ray_dcp.rank.unchanged import RunHistory
-from ray_dcp.session.session import session_alone
+from ray_dcp.session.inline_transport import session_alone
 from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, Tuned, save_steps
 

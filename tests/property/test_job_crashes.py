@@ -34,7 +34,7 @@ from ray_dcp.manager.step_target import StepTarget
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.saving import run_save
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.inline_transport import inline_session
 from ray_dcp.torch_adapter.dispatch import decide_save
 from tests.crash.interruptions import CALLS, _System, one_call_at_a_time
 from tests.support.manager_places import in_this_thread, settings
@@ -55,7 +55,7 @@ def save_part(root: Path, place: StepTarget, part: str) -> str:
     state = {"w": torch.full((9,), float(place.step))}
     attempt = new_attempt()
     # Why inline: no thread is left that waits for a process which died.
-    session, route = InlineSession("part"), decide_save(None, None, path)
+    session, route = inline_session("part"), decide_save(None, None, path)
     run_save(route, session, state, SaveOptions(), path, attempt=attempt)
     return attempt
 

@@ -94,7 +94,7 @@ def box_of(name: str, array: NDArray[Any], rank: int, world_size: int) -> Box:
 
 
 class ArrayCapture:
-    """What a rank holds of a state; implements `ray_dcp.rank.rank_save.Captured`.
+    """What a rank holds of a state; implements `ray_dcp.rank.captured.Captured`.
 
     Args:
         state: Of all ranks.

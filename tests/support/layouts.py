@@ -104,7 +104,7 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
         rank: Who fails.
         does: `"dies"`, `"refuses"` (says so) or `"says nothing"`.
     """
-    real, timeout_s = shared_reads.RayTransport.offer, bounds.TAKE_TIMEOUT_S
+    real, timeout_s = shared_reads.RayUnitExchange.offer, bounds.TAKE_TIMEOUT_S
 
     def offer(self: Any, unit: int, takers: int, data: memoryview) -> memoryview | None:
         if does == "dies":
@@ -114,10 +114,10 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
     try:
         bounds.TAKE_TIMEOUT_S = 2.0 if does == "says nothing" else timeout_s
         if dist.get_rank() == rank:
-            shared_reads.RayTransport.offer = offer  # type: ignore[method-assign]
+            shared_reads.RayUnitExchange.offer = offer  # type: ignore[method-assign]
         return load_layout(path, "replicated")
     except CheckpointError as error:
         Path(told, str(dist.get_rank())).write_text(f"{type(error).__name__} {error.rank}")
         return None
     finally:
-        shared_reads.RayTransport.offer, bounds.TAKE_TIMEOUT_S = real, timeout_s  # type: ignore[method-assign]
+        shared_reads.RayUnitExchange.offer, bounds.TAKE_TIMEOUT_S = real, timeout_s  # type: ignore[method-assign]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import count
 
 import pytest
 
@@ -17,13 +16,11 @@ from ray_dcp import saving
 from ray_dcp.commit_protocol.commands import step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.load import SharedUnit
-from ray_dcp.commit_protocol.messages import OpKey
-from ray_dcp.commit_protocol.plan_cache import PlanMemory
 from ray_dcp.coordinator.tasks import perform
 from ray_dcp.core import bounds
 from ray_dcp.place.attempt_id import new_attempt
-from ray_dcp.rank.unchanged import RunHistory
-from ray_dcp.session.names import NAMESPACE
+from ray_dcp.session.session import Session
+from ray_dcp.session.transport import Presence, Transport
 from tests.support.world import Shell
 
 LIMIT_S = 300.0
@@ -34,8 +31,8 @@ class DeadRankError(BaseException):
     """The rank died: no code of ours may catch it."""
 
 
-class RankThread:
-    """The session of a rank; a part of `Session`.
+class ThreadTransport(Transport):
+    """The transport of a rank that is a thread.
 
     Args:
         shared: What the ranks share.
@@ -44,35 +41,33 @@ class RankThread:
             argument is true.
     """
 
-    node = ""
-    skipped_calls = 0
-    stages_itself = True
-    namespace, connection = NAMESPACE, None
-
     def __init__(self, shared, rank, world_size, dies=lambda *_: False):
-        self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
-        self._keys = (OpKey("threads", seq) for seq in count())
-        self.plans, self.history = PlanMemory(), RunHistory()
-        self.own_values = rank, world_size
+        super().__init__("threads", rank, world_size, who="the coordination", node="")
+        self._shared, self._dies = shared, dies
 
-    def next_key(self):
-        return next(self._keys)
-
-    def begin_call(self, progress, timeout_s):
-        """Nobody listens."""
-
-    end_call = leave = peers = lambda self, *_: None
-
-    def cancel(self, key, reason):
-        return False
-
-    def call(self, request, *, silence_s=None):
+    def call(self, request, silence_s, bound):
         if self._dies(request, False):
             self._shared.lose(request)
         reply = self._shared.call(request)
         if self._dies(request, True):
             self._shared.lose(request)
         return reply
+
+    def ask(self, method, *arguments, bound):
+        """Nothing can be cancelled."""
+        return False
+
+    def presence(self):
+        return Unheard()
+
+    def close(self):
+        """Holds nothing."""
+
+
+class Unheard(Presence):
+    """The calls of a rank to which nobody listens."""
+
+    add = remove = leave = lambda self, *_: None
 
 
 class Shared:
@@ -133,8 +128,10 @@ def run_as_ranks(work: Callable[[int], object], world_size: int, dies=lambda *_:
     shared, here, ended = Shared(), threading.local(), [None] * world_size
 
     def run(rank):
-        here.session = RankThread(
-            shared, rank, world_size, lambda request, after: dies(rank, request, after)
+        here.session = Session(
+            ThreadTransport(
+                shared, rank, world_size, lambda request, after: dies(rank, request, after)
+            )
         )
         try:
             ended[rank] = work(rank)
@@ -177,7 +174,7 @@ class Board:
 
 
 class ThreadExchange:
-    """The transport of shared reads for one rank; implements `Transport`.
+    """The transport of shared reads for one rank; implements `UnitExchange`.
 
     Args:
         board: What the ranks of the load share.

@@ -61,8 +61,9 @@ from ray_dcp.errors import (
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.place.attempt_id import new_attempt
+from ray_dcp.rank.captured import Captured
 from ray_dcp.rank.rank_load import LoadResult, RankLoad
-from ray_dcp.rank.rank_save import Captured, RankSave
+from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from tests.support.arrays import ArrayCapture, ArrayWork, State, same_state, same_value

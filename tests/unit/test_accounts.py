@@ -24,7 +24,8 @@ from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
 from ray_dcp.rank import rank_save
 from ray_dcp.session.call import Call
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.inline_transport import inline_session
+from ray_dcp.session.session import Session
 from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.adapter import OwnReader, OwnSave, OwnWriter
@@ -172,7 +173,7 @@ def test_a_save_that_ends_before_it_is_planned_has_one_end_too(
 
 
 def call_of(mode: str, rank: int = 0) -> Call:
-    call = Call(InlineSession(), 60.0)
+    call = Call(inline_session(), 60.0)
     call.rank, call.world_size = rank, 2
     call.report(mode, "/c")
     return call
@@ -184,7 +185,7 @@ def moved(call: Call, step: Step, num_bytes: int) -> None:
 
 
 def test_only_rank_0_counts_what_is_one_for_all_ranks_and_written_is_what_was_committed(counted):
-    cancelled = Call(InlineSession(), 60.0)
+    cancelled = Call(inline_session(), 60.0)
     with suppress(errors.SaveCancelledError), cancelled.reported("save", "/c"):
         moved(cancelled, WRITE, 9)
         raise errors.SaveCancelledError("after the last byte")
@@ -543,7 +544,7 @@ def test_an_interrupt_after_the_outcome_does_not_undo_it(call, told, monkeypatch
     def interrupted(*_: object):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(InlineSession, "end_call", interrupted)
+    monkeypatch.setattr(Session, "end_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(state(), checkpoint_id=tmp_path / "c")
     assert told.end["name"] in ("save.committed", "load.loaded")

@@ -27,7 +27,7 @@ HANDLED = {
     "rank.rank_load._ended": "a new one; reads that hang do so in the parent",
     "session.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
     "session.ray_calls._asked": "of each thread",
-    "session.session.sessions": "refuse calls in a child",
+    "session.group_sessions.sessions": "refuse calls in a child",
     "stage.staging_backend._memory": "begins anew; the memory is private",
     "stage.copy_threads._helpers": "new threads",
     "stage.link._scratch": "begins anew; the memory is private",

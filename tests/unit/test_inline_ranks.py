@@ -48,7 +48,7 @@ from ray_dcp.place.outcome import outcome
 from ray_dcp.place.records import standing_records
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.call import Call
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.inline_transport import inline_session
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state, state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
@@ -213,14 +213,14 @@ def one_rank(url, state=None):
 
 
 def test_a_commit_whose_answer_is_lost_is_found_on_storage(url):
-    found = drive(one_rank(url), lose_answers_from(InlineSession(), "SaveReceipt"))
+    found = drive(one_rank(url), lose_answers_from(inline_session(), "SaveReceipt"))
     assert found.slot == 1
     assert "did not confirm" in found.warnings[0]
     load_and_check(state_of(), 1, url)
 
 
 def test_a_rank_without_coordinator_fences_its_attempt_off_before_it_reports_a_failure(url):
-    session = InlineSession()
+    session = inline_session()
 
     def call(request):
         if isinstance(request, SaveReceipt):
@@ -235,7 +235,7 @@ def test_a_rank_without_coordinator_fences_its_attempt_off_before_it_reports_a_f
 
 
 def test_a_receipt_after_a_restart_of_the_coordinator_fails_for_good(url):
-    sessions = {True: InlineSession(), False: InlineSession()}
+    sessions = {True: inline_session(), False: inline_session()}
     attempts = []
 
     def call(request):
@@ -258,7 +258,7 @@ def test_without_coordinator_and_storage_the_outcome_is_unknown(url):
     def call(request):
         if isinstance(request, SaveReceipt):
             raise ParticipantError("the coordinator is gone")
-        return InlineSession().call(request)
+        return inline_session().call(request)
 
     with pytest.raises(CommitUnknownError) as caught:
         drive(rank, call)

@@ -42,8 +42,9 @@ from ray_dcp.place.attempt_id import new_attempt
 from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.call import Call
+from ray_dcp.session.call_bound import longest_s
+from ray_dcp.session.inline_transport import inline_session
 from ray_dcp.session.rank_progress import RankProgress, WatchedStorage
-from ray_dcp.session.session import InlineSession, longest_s
 from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
@@ -190,7 +191,7 @@ def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_pa
             raise RuntimeError("the coordinator is gone")
         return perform(task)
 
-    session = InlineSession(performer=die_before_publishing)
+    session = inline_session(performer=die_before_publishing)
     (rank,) = save_ranks(state_of(2), 1, path)
     assert drive(rank, session.call).slot == 2
     check_stock(path, state_of(2))
@@ -242,7 +243,7 @@ def test_an_overwrite_deletes_only_files_that_bear_the_name_of_the_replaced_atte
 
 
 def test_a_refusal_of_a_coordinator_that_contradicts_itself_does_not_hide_a_commit(tmp_path):
-    session = InlineSession()
+    session = inline_session()
 
     def call(request):
         reply = session.call(request)
@@ -257,7 +258,7 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_does_not_hide_a_comm
 
 def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_path):
     """Its machine may go on: the failure that the rank reports must stay one."""
-    session, attempts = InlineSession(), []
+    session, attempts = inline_session(), []
 
     def call(request):
         if isinstance(request, messages.SaveReceipt):
@@ -627,7 +628,7 @@ def one_load(url, session, *, opener, **options):
 def test_a_write_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, gate):
     begin_s = time.monotonic()
     with pytest.raises(DeadlineError, match=r"write its part within 2 s") as caught:
-        one_save(url, InlineSession(), opener=gate().opener, write_timeout_s=2)
+        one_save(url, inline_session(), opener=gate().opener, write_timeout_s=2)
     assert time.monotonic() - begin_s < PATIENCE_S
     assert caught.value.key.startswith("__0_0.")
     assert f"it is at {caught.value.key}" in caught.value.message
@@ -652,7 +653,7 @@ def writers():
 def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, gate, writers):
     held = gate()
     with pytest.raises(DeadlineError):
-        one_save(url, InlineSession(), opener=held.opener, write_timeout_s=2)
+        one_save(url, inline_session(), opener=held.opener, write_timeout_s=2)
     assert writers()
     held.open()
     assert eventually(lambda: not writers())
@@ -664,18 +665,18 @@ def test_a_read_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, g
     held = gate()
     # Without checksums, as these are read while the reads are planned, which has a deadline too.
     with pytest.raises(DeadlineError, match=r"read its share within 2 s") as caught:
-        one_load(url, InlineSession(), opener=held.opener, read_timeout_s=2, verify="never")
+        one_load(url, inline_session(), opener=held.opener, read_timeout_s=2, verify="never")
     assert caught.value.key.startswith("__0_0.")
     # What it reads could still be written into tensors, so nobody may load meanwhile.
     with pytest.raises(ParticipantError, match="hang in the storage"):
-        one_load(url, InlineSession(), opener=Gate("nothing").opener, plan_timeout_s=0.1)
+        one_load(url, inline_session(), opener=Gate("nothing").opener, plan_timeout_s=0.1)
     held.open()
     load_and_check(state_of(1), 1, url)
 
 
 def test_a_commit_that_hangs_is_outvoted_by_its_rank_and_loses_when_it_comes_back(url, gate):
     held = gate("manifest-*")
-    session = InlineSession(performer=partial(perform, opener=held.opener))
+    session = inline_session(performer=partial(perform, opener=held.opener))
     with pytest.raises(ParticipantError, match="was declared failed in slot 1"):
         one_save(url, session, commit_timeout_s=2)
     held.open()
@@ -687,7 +688,7 @@ def test_a_commit_that_hangs_for_coordinator_and_rank_is_unknown_and_ends_when_i
     url, gate
 ):
     held = gate("manifest-*")
-    session = InlineSession(performer=partial(perform, opener=held.opener))
+    session = inline_session(performer=partial(perform, opener=held.opener))
     with pytest.raises(CommitUnknownError) as caught:
         one_save(url, session, opener=held.opener, commit_timeout_s=2)
     attempt = caught.value.attempt
@@ -701,7 +702,7 @@ def test_a_commit_that_hangs_for_coordinator_and_rank_is_unknown_and_ends_when_i
 
 def test_a_task_that_hangs_before_the_commit_fails_the_save_at_its_deadline(url, gate):
     held = gate("chunks.*")
-    session = InlineSession(performer=partial(perform, opener=held.opener))
+    session = inline_session(performer=partial(perform, opener=held.opener))
     with pytest.raises(DeadlineError, match="table to end within"):
         one_save(url, session, commit_timeout_s=2)
     # The next save of this session is not in its way.
@@ -712,7 +713,7 @@ def test_a_task_that_hangs_before_the_commit_fails_the_save_at_its_deadline(url,
 
 def test_a_rank_without_coordinator_does_not_wait_for_a_storage_that_hangs(url, gate):
     held = gate("manifest-*")
-    session = InlineSession()
+    session = inline_session()
 
     def call(request):
         if isinstance(request, messages.SaveReceipt):
@@ -734,7 +735,7 @@ def test_a_rank_without_coordinator_does_not_wait_for_a_storage_that_hangs(url, 
 
 
 def test_a_rank_whose_coordinator_is_given_up_while_it_writes_asks_the_storage_at_once(url, gate):
-    held, progress, session = gate(), RankProgress(), InlineSession()
+    held, progress, session = gate(), RankProgress(), inline_session()
     asked = []
 
     def call(request):
@@ -767,7 +768,7 @@ def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(ur
     save(state_of(1), 1, url)
     before = {key for key in keys(url) if key.endswith(".distcp")}
     held = gate(on_arrival=interrupt)
-    session = InlineSession()
+    session = inline_session()
     with pytest.raises(KeyboardInterrupt):
         one_save(url, session, opener=held.opener, state=state_of(2))
     held.open()
@@ -789,10 +790,10 @@ def test_a_wait_that_ends_too_early_leaves_no_cycle_of_objects():
 
 
 def test_a_second_ctrl_c_while_the_first_is_reported_leaves_no_open_attempt(url, gate):
-    session, may_go_on = InlineSession(), threading.Event()
+    session, may_go_on = inline_session(), threading.Event()
 
     def interrupt_twice():
-        session._link.loop.call_soon_threadsafe(may_go_on.wait, PATIENCE_S)
+        session._transport._thread.loop.call_soon_threadsafe(may_go_on.wait, PATIENCE_S)
         interrupt()
         for after_s, then in ((0.1, held.open), (0.6, interrupt), (1.0, may_go_on.set)):
             threading.Timer(after_s, then).start()
@@ -809,7 +810,7 @@ def test_a_second_ctrl_c_while_the_first_is_reported_leaves_no_open_attempt(url,
 def test_ctrl_c_in_the_middle_of_the_commit_waits_for_its_end(url, gate):
     held = gate("manifest-*", on_arrival=interrupt)
     threading.Timer(0.3, held.open).start()
-    session = InlineSession(performer=partial(perform, opener=held.opener))
+    session = inline_session(performer=partial(perform, opener=held.opener))
     with pytest.raises(KeyboardInterrupt):
         one_save(url, session)
     assert session.coordinator_info()["active"] == ()
@@ -818,7 +819,7 @@ def test_ctrl_c_in_the_middle_of_the_commit_waits_for_its_end(url, gate):
 
 
 def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
-    held, session = gate(), InlineSession()
+    held, session = gate(), inline_session()
     came = []
 
     def run():

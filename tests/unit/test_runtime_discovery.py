@@ -39,16 +39,17 @@ from ray_dcp.session import (
     job_store,
     meeting,
     ray_calls,
-    ray_session,
+    ray_transport,
 )
+from ray_dcp.session.call_bound import CallBound
+from ray_dcp.session.connection import Connection, Disconnected, until_disconnected
 from ray_dcp.session.discovery import connect, connect_announced
-from ray_dcp.session.heartbeat import HeartbeatSender
+from ray_dcp.session.group_sessions import GroupSessions
 from ray_dcp.session.job_store import announce_connect
 from ray_dcp.session.meeting import await_group
 from ray_dcp.session.rank_progress import RankProgress
 from ray_dcp.session.ray_calls import call_actor
-from ray_dcp.session.ray_session import RayHeartbeats
-from ray_dcp.session.session import Connection, Disconnected, GroupSessions, until_disconnected
+from ray_dcp.session.ray_transport import RayTransport
 from ray_dcp.stage.stager import stager_of
 from ray_dcp.store.environment import StorageVariables
 from tests.support.processes import eventually
@@ -335,7 +336,7 @@ def test_no_answer_while_ray_is_up_stays_what_it_is(connected):
 def test_no_call_reaches_a_ray_that_is_not_up():
     sent = []
     with pytest.raises(ParticipantError, match="shut down"):
-        call_actor("the coordinator", lambda fresh: object(), sent.append, timeout_s=5.0, rank=1)
+        call_actor("the coordinator", lambda fresh: object(), sent.append, CallBound(5.0), rank=1)
     assert sent == []
     assert not ray.is_initialized()
 
@@ -343,7 +344,7 @@ def test_no_call_reaches_a_ray_that_is_not_up():
 def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monkeypatch):
     monkeypatch.setattr(ray_calls, "check_ray", lambda who, rank: None)
     with pytest.raises(ParticipantError, match="has not been started"):
-        call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
+        call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", CallBound(5.0))
     assert not ray.is_initialized()
 
 
@@ -371,7 +372,7 @@ def test_a_process_that_only_imported_ray_train_is_none_of_its_workers():
 def test_an_error_of_the_call_itself(monkeypatch, error, expected):
     monkeypatch.setattr(ray_calls.ray, "is_initialized", lambda: True)
     with pytest.raises(expected, match=str(error)):
-        call_actor("the coordinator", lambda fresh: object(), failing(error), timeout_s=5.0)
+        call_actor("the coordinator", lambda fresh: object(), failing(error), CallBound(5.0))
 
 
 @pytest.fixture
@@ -400,7 +401,7 @@ UNAVAILABLE = ActorUnavailableError("it is restarting", b"\0" * 16)
 
 def test_an_actor_is_called_again_for_as_long_as_ray_may_take_to_start_it_anew(answering, caplog):
     send = answering([UNAVAILABLE] * 200)
-    assert call_actor("the coordinator", lambda fresh: "actor", send, timeout_s=60.0) == "actor"
+    assert call_actor("the coordinator", lambda fresh: "actor", send, CallBound(60.0)) == "actor"
     assert not caplog.messages
 
 
@@ -412,13 +413,13 @@ def test_an_actor_that_stays_out_of_reach_is_given_up_and_it_is_said_before(
     monkeypatch.setattr(ray_calls, "time", clock)
     with pytest.raises(ParticipantError, match=r"reachable.*it is restarting"):
         call_actor(
-            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=1e4
+            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), CallBound(1e4)
         )
     (told,) = caplog.messages
     assert told.startswith("No call has reached the coordinator for")
     with pytest.raises(ParticipantError, match="it is restarting"):
         call_actor(
-            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=0.1
+            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), CallBound(0.1)
         )
 
 
@@ -431,13 +432,13 @@ def test_an_actor_that_lived_meanwhile_may_be_out_of_reach_as_long_again(answeri
         threading.Event().wait(0.15)
         return send(actor)
 
-    assert call_actor("the coordinator", lambda fresh: "actor", slowly, timeout_s=60.0) == "actor"
+    assert call_actor("the coordinator", lambda fresh: "actor", slowly, CallBound(60.0)) == "actor"
 
 
 def test_an_actor_that_dies_for_good_is_made_anew_so_often_and_no_more(answering):
     made = []
     with pytest.raises(ParticipantError, match="ActorDiedError"):
-        call_actor("x", made.append, answering(repeat(ActorDiedError())), timeout_s=60.0)
+        call_actor("x", made.append, answering(repeat(ActorDiedError())), CallBound(60.0))
     assert made == [False] + [True] * (ray_calls.MOST_MADE - 1)
 
 
@@ -522,8 +523,10 @@ class Incarnations:
 
 
 @pytest.fixture
-def sender(coordinator):
-    return HeartbeatSender(RayHeartbeats(lambda fresh: coordinator), "s", 0, "the coordinator")
+def sender(coordinator, monkeypatch):
+    transport = RayTransport("s", 0, 1)
+    monkeypatch.setattr(transport.ray, "coordinator", lambda fresh=False: coordinator)
+    return transport.presence()
 
 
 @pytest.fixture
@@ -538,13 +541,15 @@ def progress(sender):
 @pytest.fixture
 def coordinator(monkeypatch):
     fake = Incarnations()
-    monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_transport.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(bounds, "KILL_S", 1000.0)
     monkeypatch.setattr(ray_calls, "wait", fake.wait)
     monkeypatch.setattr(ray_calls, "get", fake.get)
     monkeypatch.setattr(ray_calls, "recall", fake.recall)
     monkeypatch.setattr(ray_calls, "kill", lambda actor, **_: fake.killed.append(fake.life))
     monkeypatch.setattr(ray_calls, "id_of", lambda actor: "id")
+    monkeypatch.setattr(ray_calls, "this_caller", lambda pid: ray_calls.Caller("job", "id", pid))
+    monkeypatch.setattr(ray_calls, "this_connection", lambda: ("node", "job"))
     monkeypatch.setattr(ray_calls, "life_of", lambda _: ray_calls.Life(fake.life, True))
     return fake
 

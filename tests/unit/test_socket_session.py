@@ -25,16 +25,12 @@ from ray_dcp.core import bounds
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.rank import rank_save
-from ray_dcp.session import heartbeat, socket_session
+from ray_dcp.session import heartbeat, socket_transport
 from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.rank_progress import RankProgress
-from ray_dcp.session.socket_session import (
-    SocketLink,
-    SocketSession,
-    heartbeats_over,
-    join_by_store,
-)
+from ray_dcp.session.session import Session
+from ray_dcp.session.socket_transport import SocketLink, SocketTransport, join_by_store
 from tests.support.processes import eventually
 
 NUM_RANKS = 3
@@ -46,31 +42,31 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def joined(pool: ThreadPoolExecutor) -> list[SocketSession]:
+def joined(pool: ThreadPoolExecutor) -> list[Session]:
     store = HashStore()
     joining = [pool.submit(join_by_store, store, "s", rank, NUM_RANKS) for rank in range(NUM_RANKS)]
     return [one.result(60) for one in joining]
 
 
 @pytest.fixture
-def sessions(pool) -> Iterator[list[SocketSession]]:
+def sessions(pool) -> Iterator[list[Session]]:
     sessions = joined(pool)
     yield sessions
     for session in reversed(sessions):
         session.close()
 
 
-def sent_by(session: SocketSession, timeout_s: float = 60.0) -> Exchange:
+def sent_by(session: Session, timeout_s: float = 60.0) -> Exchange:
     outbox = dict.fromkeys(range(session.world_size), f"from {session.rank}".encode())
     return Exchange(session.next_key(), session.rank, session.world_size, "t", outbox, timeout_s)
 
 
-def exchange(session: SocketSession, timeout_s: float = 60.0) -> Any:
+def exchange(session: Session, timeout_s: float = 60.0) -> Any:
     reply = session.call(sent_by(session, timeout_s), silence_s=60.0)
     return reply.error if isinstance(reply, Refused) else reply
 
 
-def all_exchange(pool: ThreadPoolExecutor, sessions: list[SocketSession]) -> list[Any]:
+def all_exchange(pool: ThreadPoolExecutor, sessions: list[Session]) -> list[Any]:
     return [one.result(60) for one in [pool.submit(exchange, each) for each in sessions]]
 
 
@@ -91,8 +87,8 @@ class Tattles:
         return (Tattles.seen.append, ("unpickled",))
 
 
-def address_of(sessions: list[SocketSession]) -> tuple[str, int]:
-    return sessions[0]._link.address
+def address_of(sessions: list[Session]) -> tuple[str, int]:
+    return sessions[0]._transport.link.address
 
 
 def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
@@ -113,7 +109,7 @@ def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
 
 
 def test_what_opened_one_connection_opens_no_second_one(sessions):
-    key, nonce = sessions[0]._link.inner._key, b"n" * 32
+    key, nonce = sessions[0]._transport.link.inner._key, b"n" * 32
     with socket.create_connection(address_of(sessions), 60) as first:
         first.sendall(nonce)
         proof = hmac.digest(key, b"calls" + first.recv(32) + nonce, "sha256")
@@ -155,7 +151,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting_and_is_dropped(
 def test_strangers_who_say_nothing_take_no_descriptors_and_one_line_of_the_log(
     pool, sessions, monkeypatch, caplog
 ):
-    loop = sessions[0]._link.inner
+    loop = sessions[0]._transport.link.inner
     loop._most_strangers = 16
     monkeypatch.setattr(bounds, "HANDSHAKE_S", 60.0)
     monkeypatch.setattr(bounds, "SERVED_S", 60.0)
@@ -169,13 +165,13 @@ def test_strangers_who_say_nothing_take_no_descriptors_and_one_line_of_the_log(
         break_connection(sessions[1])
         assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
         assert eventually(lambda: len(loop._strangers) <= 16)
-        assert len(socket_session._open) < 30
+        assert len(socket_transport._open) < 30
     assert sum(one.startswith("Refused") for one in caplog.messages) == 1
 
 
 def test_all_ranks_get_in_that_connect_at_once_from_one_address(sessions):
-    sessions[0]._link.inner._most_strangers = 8
-    key = sessions[1]._link._key
+    sessions[0]._transport.link.inner._most_strangers = 8
+    key = sessions[1]._transport.link._key
 
     def connect(rank: int) -> SocketLink:
         together.wait(60)
@@ -185,28 +181,28 @@ def test_all_ranks_get_in_that_connect_at_once_from_one_address(sessions):
     with ThreadPoolExecutor(100) as pool:
         links = list(pool.map(connect, range(NUM_RANKS, NUM_RANKS + 100)))
         # Rank 0 registers a rank after it has told the rank so.
-        assert eventually(lambda: len(sessions[0]._link.inner.channels) >= 100)
+        assert eventually(lambda: len(sessions[0]._transport.link.inner.channels) >= 100)
         list(pool.map(SocketLink.close, links))
 
 
-def end_of(session: SocketSession) -> Any:
-    return session._link._thread.inner
+def end_of(session: Session) -> Any:
+    return session._transport.link._thread.inner
 
 
-def break_connection(session: SocketSession) -> None:
+def break_connection(session: Session) -> None:
     end_of(session).channel._sock.shutdown(socket.SHUT_RDWR)
 
 
-def wait_for_the_look(sessions: list[SocketSession]) -> None:
+def wait_for_the_look(sessions: list[Session]) -> None:
     """Returns when rank 0 has looked whether those came back whose connections have closed."""
-    passed, loop = threading.Event(), sessions[0]._link.loop
+    passed, loop = threading.Event(), sessions[0]._transport.link.loop
     loop.call_soon_threadsafe(loop.call_later, bounds.RETURN_S, passed.set)
     assert passed.wait(60)
 
 
-def assert_nobody_is_missed(pool: ThreadPoolExecutor, sessions: list[SocketSession]) -> None:
+def assert_nobody_is_missed(pool: ThreadPoolExecutor, sessions: list[Session]) -> None:
     """Has rank 0 call first, as a rank that calls itself is not missed."""
-    first = sessions[0]._link.ask("call", sent_by(sessions[0]), None, 60.0)
+    first = sessions[0]._transport.link.ask("call", sent_by(sessions[0]), None, 60.0)
     others = all_exchange(pool, sessions[1:])
     assert all(isinstance(reply, Exchanged) for reply in [first.result(60), *others])
 
@@ -229,12 +225,14 @@ def test_a_connection_that_breaks_is_made_again_and_what_is_unanswered_is_sent_a
 
 def test_the_end_of_the_connection_before_is_no_death(pool, sessions):
     early = [pool.submit(exchange, sessions[rank]) for rank in (0, 2)]
-    channels = sessions[0]._link.inner.channels
+    channels = sessions[0]._transport.link.inner.channels
     assert eventually(lambda: ("s", 1) in channels)
     before = channels["s", 1]
-    again = SocketLink("s", 1, "again", address_of(sessions), sessions[0]._link.inner._key)
+    again = SocketLink(
+        "s", 1, "again", address_of(sessions), sessions[0]._transport.link.inner._key
+    )
     assert eventually(lambda: channels["s", 1] is not before)
-    sessions[1]._link.close()
+    sessions[1]._transport.link.close()
     assert eventually(before._writer.is_closing)
     wait_for_the_look(sessions)
     again.ask("call", sent_by(sessions[1]), "again", 60.0)
@@ -243,7 +241,7 @@ def test_the_end_of_the_connection_before_is_no_death(pool, sessions):
 
 
 def test_who_counted_as_lost_and_calls_takes_part_again(pool, sessions):
-    sessions[0]._link.ask("leave", "s", 1).result(60)
+    sessions[0]._transport.link.ask("leave", "s", 1).result(60)
     early = pool.submit(exchange, sessions[1])
     assert eventually(lambda: end_of(sessions[1]).unanswered)
     assert sessions[1].coordinator_info()["active"]
@@ -268,7 +266,7 @@ def test_who_has_closed_its_session_did_not_die_and_who_never_called_is_said_to_
 def test_a_heartbeat_is_answered_with_an_outcome_or_when_the_next_one_comes(pool, sessions):
     early = pool.submit(exchange, sessions[1])
     assert eventually(lambda: end_of(sessions[1]).unanswered)
-    key, ask = OpKey("s", 0), sessions[1]._link.ask
+    key, ask = OpKey("s", 0), sessions[1]._transport.link.ask
     beat = Heartbeat("s", 1, 60.0, awaits=(key,), hold_s=600.0)
     first = ask("beat", beat)
     assert sessions[1].coordinator_info()["active"] == (key,)
@@ -283,7 +281,7 @@ def test_a_heartbeat_is_answered_with_an_outcome_or_when_the_next_one_comes(pool
 def test_a_rank_that_does_not_come_back_is_named_before_it_calls_and_while_it_does(pool, sessions):
     early = [pool.submit(exchange, session) for session in sessions[:2]]
     assert eventually(lambda: end_of(sessions[1]).unanswered)
-    sessions[2]._link.close()  # as the end of its process does
+    sessions[2]._transport.link.close()  # as the end of its process does
     for reply in [*(one.result(60) for one in early), *all_exchange(pool, sessions[:2])]:
         assert isinstance(reply, ParticipantError)
         assert reply.rank == 2
@@ -327,7 +325,7 @@ def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(poo
         reply = one.result(60)  # it has said that it leaves
         assert isinstance(reply, ParticipantError)
         assert "it has closed its session" in reply.message
-    assert eventually(lambda: all(session._link.ended for session in sessions[1:]))
+    assert eventually(lambda: all(session._transport.link.ended for session in sessions[1:]))
     for session in sessions[1:]:
         with pytest.raises(ParticipantError, match="Expected rank 0 to live") as caught:
             exchange(session)
@@ -360,20 +358,20 @@ def test_a_call_of_another_method_or_with_wrong_arguments_fails_alone(pool, sess
     calls = {("info", 1, 2, 3): "The coordinator failed", ("_carry_out", ()): "Expected a method"}
     for wrong, told in calls.items():
         with pytest.raises(InternalError, match=told) as caught:
-            sessions[1]._link.ask(*wrong).result(60)
+            sessions[1]._transport.link.ask(*wrong).result(60)
         assert "in _answer" in caught.value.__notes__[0], "the traceback of rank 0"
     assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
 
 
 def test_a_call_that_is_given_up_is_not_sent_again(sessions):
     with pytest.raises(DeadlineError, match=r"to answer within 0\.1 s"):
-        sessions[1]._ask("call", sent_by(sessions[1], 1000.0), None, None, timeout_s=0.1)
+        sessions[1].call(sent_by(sessions[1], 1000.0), timeout_s=0.1)
     assert eventually(lambda: not end_of(sessions[1]).unanswered)
 
 
 def test_a_rank_0_that_is_silent_is_found_frozen_and_its_work_is_given_up():
     link = SimpleNamespace(ended=None, on_end=None, ask=lambda *_: Future())
-    sender = heartbeats_over(link, "s", 1, "the coordinator")
+    sender = SocketTransport("s", 1, 2, link, "here").presence()
     progress = RankProgress()
     progress.enter(WRITE)
     sender.add(progress, 0.6)
@@ -420,19 +418,19 @@ def test_nobody_at_the_address_of_rank_0_is_told_with_the_way_out():
 
 def test_rank_0_listens_on_the_interface_of_the_store():
     store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
-    assert socket_session.host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
-    assert socket_session.host_of(HashStore()) is None
-    assert socket_session.address_towards("127.0.0.1") == "127.0.0.1"
-    assert socket_session.address_towards("no such host.invalid") == "127.0.0.1"
+    assert socket_transport.host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+    assert socket_transport.host_of(HashStore()) is None
+    assert socket_transport.address_towards("127.0.0.1") == "127.0.0.1"
+    assert socket_transport.address_towards("no such host.invalid") == "127.0.0.1"
     # A name of its own machine is that of the loopback interface; the others are elsewhere.
-    outwards = socket_session.address_towards("10.9.8.7")
+    outwards = socket_transport.address_towards("10.9.8.7")
     there = [("1", "a", "127.0.1.1"), ("2", "b", "10.9.8.7")]
-    assert socket_session.interface_of(there) == outwards
+    assert socket_transport.interface_of(there) == outwards
     # Containers and cloned machines have equal names; and all may say localhost for the store.
     there = [("1", "a", "127.0.1.1"), ("2", "a", "10.9.8.7")]
-    assert socket_session.interface_of(there) == outwards
+    assert socket_transport.interface_of(there) == outwards
     there = [("1", "a", "127.0.0.1"), ("2", "a", "127.0.0.1")]
-    assert socket_session.interface_of(there) == socket_session.address_towards("192.0.2.1")
+    assert socket_transport.interface_of(there) == socket_transport.address_towards("192.0.2.1")
 
 
 def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool):
@@ -444,7 +442,7 @@ def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool):
         session.close()
         session.close()
     assert eventually(lambda: set(threading.enumerate()) <= before)
-    assert socket_session._open == set()
+    assert socket_transport._open == set()
 
 
 def test_without_torch_distributed_a_process_group_is_refused():
@@ -457,7 +455,7 @@ def test_without_torch_distributed_a_process_group_is_refused():
 
 def as_ranks(
     pool: ThreadPoolExecutor,
-    sessions: list[SocketSession],
+    sessions: list[Session],
     monkeypatch: pytest.MonkeyPatch,
     work: Callable[[int], Any],
 ) -> list[Any]:
@@ -467,7 +465,7 @@ def as_ranks(
         saving, "current_session", lambda *_: None if _[1] else getattr(here, "session", None)
     )
 
-    def run(session: SocketSession) -> Any:
+    def run(session: Session) -> Any:
         here.session = session
         try:
             return work(session.rank)

@@ -24,23 +24,13 @@ from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, SaveRequ
 from ray_dcp.manager import BestN, LatestN, collective_actions
 from ray_dcp.options import SaveOptions
 from ray_dcp.place.outcome import settle
-from ray_dcp.session.session import InlineSession
+from ray_dcp.session.inline_transport import inline_session
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.train import Checkpointer, SaveBeforeResize
 from tests.support.adapter import as_rank
 from tests.support.processes import eventually
 
 Make = Callable[..., Checkpointer]
-
-
-class Alone(InlineSession):
-    """A session without a stager."""
-
-    def staging(self, _options: object = None) -> Alone:
-        return self
-
-    def warm(self, num_bytes: int, touched: object) -> Future[None]:
-        return Future()
 
 
 class Train:
@@ -56,8 +46,7 @@ class Train:
         self.known: dict[str, ray_train.ReportedStep] = {}
         self.registered: str | None = None
         patch.setattr(ray_train, "run_facts", lambda: self.facts)
-        patch.setattr(ray_train, "session_for", lambda *_: Alone())
-        patch.setattr(ray_train, "InlineSession", ())  # so that no session of Ray is made
+        patch.setattr(ray_train, "session_for", lambda *_: inline_session())
         patch.setattr(ray_train, "broadcast", lambda value: value)
         patch.setattr(ray_train, "report", self.report)
         patch.setattr(ray_train, "registered", lambda: self.registered)

@@ -38,7 +38,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.planning import sources
 from ray_dcp.rank import unchanged
 from ray_dcp.rank.unchanged import RunHistory
-from ray_dcp.session.session import session_alone
+from ray_dcp.session.inline_transport import session_alone
 from ray_dcp.stage import staging_backend
 from ray_dcp.store.opening import open_storage
 from tests.support.checkpoints import flip

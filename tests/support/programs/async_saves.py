@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.session.discovery import current_session
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.session import Session
 from ray_dcp.stage import memory_tier
 from tests.support.attempts import Attempt, attempt
 from tests.support.processes import eventually
@@ -185,7 +185,7 @@ def large_is(path: str, step: int, world_size: int) -> bool:
 
 def stager_facts() -> dict[str, Any]:
     """Returns what this rank's stager says of itself."""
-    return current_session().staging().info()
+    return current_session().ray.staging().info()
 
 
 def coordinator_facts() -> dict[str, Any]:
@@ -240,9 +240,9 @@ def save_kept(path: str, step: int, keep: int = 1, await_files: int | None = Non
     return step
 
 
-def await_kept(session: RaySession, attempt_id: str | None, num_files: int) -> None:
+def await_kept(session: Session, attempt_id: str | None, num_files: int) -> None:
     """Returns when the stager of this node keeps so many files of an attempt."""
-    stager = session.staging().link().handle
+    stager = session.ray.staging().link().handle
 
     def is_kept() -> bool:
         found = ray.get(stager.kept.remote(attempt_id))
@@ -320,7 +320,7 @@ def scribble(attempt_id: str) -> bool:
                 window.ref = ray.put([np.frombuffer(run, np.uint8) ^ 255 for run in window._runs])
         return bool(kept)
 
-    stager = current_session().staging().link().handle
+    stager = current_session().ray.staging().link().handle
     return bool(ray.get(stager.__ray_call__.remote(spoil)))
 
 

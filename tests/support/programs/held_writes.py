@@ -9,17 +9,17 @@ from typing import Any
 
 import ray
 
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.session import Session
 from ray_dcp.store import local
 from tests.support.processes import eventually
 
 
-def hold_writes(session: RaySession, gate: Path) -> None:
+def hold_writes(session: Session, gate: Path) -> None:
     """Has the stager of this node begin no write to a local file before `gate` is there.
 
     A stager that takes its place does not wait.
     """
-    stager = session.staging().link().handle
+    stager = session.ray.staging().link().handle
     ray.get(stager.__ray_call__.remote(_hold, str(gate)))
 
 

@@ -12,7 +12,7 @@ import sys
 
 import ray
 
-from ray_dcp.session.ray_session import RaySession
+from ray_dcp.session.ray_transport import ray_session
 from tests.integration.test_heartbeats import try_save
 from tests.support.storages import Gate
 
@@ -20,8 +20,7 @@ from tests.support.storages import Gate
 def main(address: str, name: str, rank: str, world_size: str, path: str) -> None:
     """Saves until the interrupt."""
     ray.init(address, log_to_driver=False, configure_logging=False, namespace="interrupted")
-    session = RaySession(name, int(rank), int(world_size))
-    session.register()
+    session = ray_session(name, int(rank), int(world_size))
     print("ready", flush=True)
     sys.stdin.readline()
     # A shell that starts us in the background has SIGINT ignored.

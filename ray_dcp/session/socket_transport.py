@@ -1,4 +1,4 @@
-"""`SocketSession`: the session of a rank of a torch process group for which no Ray was named.
+"""`SocketTransport`: reaches a coordinator in the process of rank 0, where no Ray was named.
 
 Rank 0 runs the coordinator, a `CoordinatorLoop`, in a thread of its process. It listens on the
 interface by which the job's store is reached, or by which the other machines are if that is the
@@ -51,7 +51,8 @@ from ray_dcp.session.heartbeat import (
     Silence,
 )
 from ray_dcp.session.job_store import await_keys, job_store
-from ray_dcp.session.session import LinkSession, closed_meanwhile
+from ray_dcp.session.session import Session
+from ray_dcp.session.transport import FutureTransport, closed_meanwhile
 
 MOST_STRANGERS = 256
 """Most connections that have not authenticated; less where few files may be open. More wait."""
@@ -555,24 +556,66 @@ CoordinatorLink = SocketLink | SocketCoordinator
 """Connection of a rank to its coordinator."""
 
 
-class SocketHeartbeats(HeartbeatTransport):
-    """Carries heartbeats over a link.
+class SocketTransport(FutureTransport, HeartbeatTransport):
+    """A transport over a connection to the process of rank 0; see the module.
 
     Args:
+        session: As for `Transport`.
+        rank: As for `Transport`.
+        world_size: As for `Transport`.
         link: The link to the coordinator.
+        place: This process, for messages.
     """
 
-    def __init__(self, link: CoordinatorLink) -> None:
-        self._link = link
+    def __init__(
+        self, session: str, rank: int, world_size: int, link: CoordinatorLink, place: str
+    ) -> None:
+        super().__init__(
+            session,
+            rank,
+            world_size,
+            who=f"the coordinator of session {session!r}, in the process of rank 0,",
+            node=platform.node(),
+        )
+        self.link, self._place = link, place
+
+    @property
+    def caller(self) -> str:
+        """See `Transport.caller`."""
+        return self._place
+
+    def send(self, method: str, *arguments: Any) -> Future[Any]:
+        """See `FutureTransport.send`."""
+        return self.link.ask(method, *arguments)
+
+    def presence(self) -> HeartbeatSender:
+        """See `Transport.presence`; the end of the link stops the work of its calls."""
+        sender = HeartbeatSender(self)
+
+        def stop_working() -> None:
+            if self.link.ended is not None:
+                sender.abandon(copy.copy(self.link.ended))
+
+        self.link.on_end = stop_working
+        return sender
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        # Suppressed: there is no coordinator any more.
+        with suppress(CheckpointError, futures.TimeoutError):
+            self.send("leave", self.session, self.rank).result(1.0)
+        self.link.close()
+
+    # Heartbeats
 
     @property
     def alive(self) -> bool:
-        """Whether the coordinator has not ended."""
-        return self._link.ended is None
+        """See `HeartbeatTransport.alive`."""
+        return self.link.ended is None
 
-    def send(self, beat: Heartbeat) -> Any:
-        """See `HeartbeatTransport.send`."""
-        return self._link.ask("beat", beat)
+    def send_heartbeat(self, beat: Heartbeat) -> Any:
+        """See `HeartbeatTransport.send_heartbeat`."""
+        return self.send("beat", beat)
 
     def wait(self, sent: Sequence[Any], wait_s: float) -> list[Any]:
         """See `HeartbeatTransport.wait`."""
@@ -595,7 +638,7 @@ class SocketHeartbeats(HeartbeatTransport):
 
     def ended_error(self) -> ParticipantError | None:
         """See `HeartbeatTransport.ended_error`."""
-        return copy.copy(self._link.ended)
+        return copy.copy(self.link.ended)
 
     def silence(self, silent_s: float, timeout_s: float, state: SenderState) -> Silence:
         """See `HeartbeatTransport.silence`."""
@@ -609,65 +652,12 @@ class SocketHeartbeats(HeartbeatTransport):
         )
 
 
-def heartbeats_over(link: CoordinatorLink, session: str, rank: int, who: str) -> HeartbeatSender:
-    """Returns the sender of a rank's heartbeats, which stops its work when the link ends.
-
-    Args:
-        link: The link to the coordinator.
-        session: Name of the session.
-        rank: This rank.
-        who: Description of the coordinator, for errors.
-    """
-    sender = HeartbeatSender(SocketHeartbeats(link), session, rank, who)
-
-    def stop_working() -> None:
-        if link.ended is not None:
-            sender.abandon(copy.copy(link.ended))
-
-    link.on_end = stop_working
-    return sender
-
-
-class SocketSession(LinkSession):
-    """A session without Ray; see the module.
-
-    Args:
-        name: As for `Session`.
-        rank: As for `Session`.
-        world_size: As for `Session`.
-        link: The link to the coordinator.
-        place: This process, for messages.
-    """
-
-    def __init__(
-        self, name: str, rank: int, world_size: int, link: CoordinatorLink, place: str
-    ) -> None:
-        who = f"the coordinator of session {name!r}, in the process of rank 0,"
-        super().__init__(name, rank, world_size, who=who, node=platform.node())
-        self._heartbeats = heartbeats_over(link, name, rank, who)
-        self._connected, self._place = link, place
-
-    @property
-    def _link(self) -> CoordinatorLink:
-        return self._connected
-
-    @property
-    def _sender(self) -> str:
-        return self._place
-
-    def _close(self) -> None:
-        # Suppressed: there is no coordinator any more.
-        with suppress(CheckpointError, futures.TimeoutError):
-            self._link.ask("leave", self.name, self.rank).result(1.0)
-        self._link.close()
-
-
 # How the ranks find each other
 
 
 def join_by_store(
     store: Any, name: str, rank: int, world_size: int, *, performer: Performer | None = None
-) -> SocketSession:
+) -> Session:
     """Returns the connected session of a rank; every rank calls it.
 
     Args:
@@ -703,7 +693,7 @@ def join_by_store(
                 f"that all others reach, and allow connections between the ranks",
                 rank=rank,
             ) from error
-        return SocketSession(name, rank, world_size, link, place)
+        return Session(SocketTransport(name, rank, world_size, link, place))
     try:
         others = [f"{_key(name)}/{other}" for other in range(world_size)]
         _wait(store, others, "all ranks", rank)
@@ -717,7 +707,7 @@ def join_by_store(
     logger.info("Session %s: the ranks reach the coordinator in rank 0 at %s:%d", name, host, port)
     coordinator.ask("register", name, 0, place).result()
     store.set(f"{_key(name)}/address", json.dumps([host, port, key.hex()]))
-    return SocketSession(name, rank, world_size, coordinator, place)
+    return Session(SocketTransport(name, rank, world_size, coordinator, place))
 
 
 def forget_key(name: str) -> None:
