@@ -126,7 +126,7 @@ def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
 def test_a_coordinator_stays_for_ranks_that_live_and_leaves_with_the_last_of_them():
     sessions = fresh_sessions(2, lease_s=1.0)
     for each in sessions:
-        each.register()
+        each._transport.register()
     pid = sessions[0].coordinator_info()["pid"]
     sessions[0].close()
     assert not eventually(lambda: not lives(pid), 4)

@@ -49,11 +49,12 @@ from ray_dcp.place.records import standing_records
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.call import Call
 from ray_dcp.session.inline_transport import inline_session
+from ray_dcp.session.session import Session
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state, state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
 from tests.support.storages import ChangeScript
-from tests.support.threads import RankThread, Shared
+from tests.support.threads import Shared, ThreadTransport
 from tests.support.world import (
     World,
     load_and_check,
@@ -364,7 +365,7 @@ LIMIT_S = 120.0
 """Far more than any call here takes, in seconds."""
 
 
-class Rank(RankThread):
+class Rank(Session):
     def save(self, path):
         """Returns what came of a save: an outcome or an error."""
         try:
@@ -392,7 +393,9 @@ class Rank(RankThread):
 class Job:
     def __init__(self, pool, world_size=2):
         self.pool, self.hub = pool, Shared()
-        self.ranks = [Rank(self.hub, rank, world_size) for rank in range(world_size)]
+        self.ranks = [
+            Rank(ThreadTransport(self.hub, rank, world_size)) for rank in range(world_size)
+        ]
 
     def all_do(self, what, *arguments):
         """Returns what comes of a call of all ranks."""
