@@ -32,7 +32,7 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.coordinator.metrics import Performer, Tracing
 from ray_dcp.coordinator.tasks import perform
-from ray_dcp.core.processes import begin, start_thread
+from ray_dcp.core.processes import TaskThread, start_thread
 from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import CheckpointError, InternalError, LimitError, ParticipantError
 from ray_dcp.place.attempt_id import new_attempt
@@ -82,6 +82,8 @@ class CoordinatorLoop:
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
+        self._threads: dict[OpKey, TaskThread] = {}
+        """The idle thread of each operation, which performs its next task."""
         self._performing: list[OpKey] = []
         """The operation of each task in progress."""
         self._resumed = asyncio.Event()
@@ -271,6 +273,8 @@ class CoordinatorLoop:
                     )
                 case Disarm():
                     self._disarm(command.key)
+        for key in self._threads.keys() - set(self._coordination.active):
+            self._threads.pop(key).end()
         for key in [*self._watching]:
             if self._coordination.outcome(key) is not None:
                 self._watching.pop(key).set_result(None)
@@ -290,14 +294,21 @@ class CoordinatorLoop:
         self._carry_out(self._coordination.expired(key, phase))
 
     async def _perform(self, command: Perform) -> None:
+        # Why one thread of each operation: its tasks follow each other. Why not asyncio.to_thread:
+        # a few tasks that hang would fill its pool. Behind one that hangs, no other one waits.
+        thread = self._threads.pop(command.key, None) or TaskThread("ray_dcp task")
         try:
             try:
-                # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
                 performer = self._performer or perform
-                work = begin(partial(self._tracing.perform, command, performer), "ray_dcp task")
+                work = thread.begin(partial(self._tracing.perform, command, performer))
                 result = await asyncio.wrap_future(work)
             except LimitError as error:
                 result = Failed(error)
+            except asyncio.CancelledError:
+                thread.end()
+                raise
+            if self._threads.setdefault(command.key, thread) is not thread:
+                thread.end()
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._fail_operation(command.key, error)

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -278,25 +279,96 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
         >>> begin(lambda: 6 * 7, "sums").result()
         42
     """
-    ended = Future[T]()
-    # Why: it can't be cancelled. A loop that ends cancels what it awaits, and the thread would have
-    # no place for its result, and say so by a traceback.
-    ended.set_running_or_notify_cancel()
-    handed = [ended]
-
-    def run() -> None:
-        future = handed.pop()
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            future.set_exception(error)
-        finally:
-            # Why: an error has this frame in its traceback. Its future, which has the error, would
-            # keep both, and the locals of all callers, until a collector comes.
-            del future
-
-    start_thread(run, name)
+    ended = _running()
+    start_thread(partial(_complete, [(ended, work)]), name)
     return ended
+
+
+def _running() -> Future[Any]:
+    """Returns the future of a function that a thread will call.
+
+    It can't be cancelled. *Why*: a loop that ends cancels what it awaits, and the thread would have
+    no place for its result, and say so by a traceback.
+    """
+    future = Future[Any]()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _complete(handed: list[tuple[Future[Any], Callable[[], object]]]) -> None:
+    """Calls the function that it takes from a list, and completes its future."""
+    future, work = handed.pop()
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+        future.set_exception(error)
+    finally:
+        # Why: an error has this frame in its traceback. Its future, which has the error, would keep
+        # both, and the locals of all callers, until a collector comes.
+        del future, work
+
+
+IDLE_S = 1.0
+"""How long a `TaskThread` waits for its next function before it ends, in seconds."""
+
+
+class TaskThread:
+    """Calls functions one after the other in one daemon thread, which ends when it is idle.
+
+    *Careful*: behind a function that hangs, no other one begins.
+
+    Args:
+        name: Name of the thread.
+
+    Examples:
+        >>> thread = TaskThread("sums")
+        >>> [thread.begin(partial(pow, 2, n)).result() for n in range(3)]
+        [1, 2, 4]
+        >>> thread.end()
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._tasks: SimpleQueue[Any] | None = None
+        """Of the thread; None while there is none."""
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Has a function called in the thread, and returns its future.
+
+        Raises:
+            LimitError: The thread can't be started.
+        """
+        ended = _running()
+        with self._lock:
+            tasks = self._tasks
+            if tasks is None:
+                tasks = SimpleQueue()
+                start_thread(partial(self._run, tasks), self._name)
+                self._tasks = tasks
+            tasks.put((ended, work))
+        return ended
+
+    def end(self) -> None:
+        """Ends the thread behind the functions that it has."""
+        with self._lock:
+            if self._tasks is not None:
+                self._tasks.put(None)
+                self._tasks = None
+
+    def _run(self, tasks: SimpleQueue[Any]) -> None:
+        while True:
+            try:
+                handed = [tasks.get(timeout=IDLE_S)]
+            except Empty:
+                with self._lock:
+                    if not tasks.empty():
+                        continue
+                    if self._tasks is tasks:
+                        self._tasks = None
+                    return
+            if handed == [None]:
+                return
+            _complete(handed)
 
 
 def wait_any(waited: Iterable[Future[Any]], timeout_s: float | None = None) -> None:

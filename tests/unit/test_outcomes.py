@@ -22,6 +22,7 @@ import ray_dcp
 from ray_dcp.commit_protocol import commands, messages
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.coordinator.tasks import perform
+from ray_dcp.core import processes
 from ray_dcp.core.phases import STAGE
 from ray_dcp.core.processes import wait_any
 from ray_dcp.errors import (
@@ -620,6 +621,31 @@ def one_load(url, session, *, opener, **options):
             ),
             call.ask,
         )  # fmt: skip
+
+
+def test_the_tasks_of_a_save_follow_each_other_in_one_thread_that_ends_with_it(url, monkeypatch):
+    monkeypatch.setattr(processes, "IDLE_S", PATIENCE_S)
+    performed_by, session = [], inline_session(performer=lambda task: here(task))
+
+    def here(task):
+        performed_by.append(threading.current_thread())
+        return perform(task)
+
+    for state in (state_of(1), state_of(2)):
+        performed_by.clear()
+        one_save(url, session, state=state)
+        assert len(performed_by) > 4
+        (thread,) = set(performed_by)
+        assert eventually(lambda thread=thread: not thread.is_alive())
+
+
+def test_a_thread_without_a_task_ends_and_another_takes_its_place(monkeypatch):
+    monkeypatch.setattr(processes, "IDLE_S", 0.01)
+    tasks = processes.TaskThread("tasks")
+    first = tasks.begin(threading.current_thread).result(PATIENCE_S)
+    assert eventually(lambda: not first.is_alive())
+    assert tasks.begin(threading.current_thread).result(PATIENCE_S) is not first
+    tasks.end()
 
 
 # Storages that hang
