@@ -2,7 +2,7 @@
 
 The environment sets no option. Entry points and the CLI build one of these values and pass it on
 unchanged. `check_whole`, `check_above_0` and `check_wait` check numbers that users pass, and
-`check_patterns` patterns; `plain_integer` converts numbers.
+`check_patterns` patterns; `matches` compares names with them; `plain_integer` converts numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,16 @@ def check_patterns(patterns: object, name: str) -> None:
         raise InvalidRequestError(
             f"{name} must be a list of patterns, as ['model.*'], but is {patterns!r}", key=name
         )
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Returns whether a name matches any of the patterns, or there are none.
+
+    Examples:
+        >>> matches("model.w", ["model.*"]), matches("step", ["model.*"]), matches("step", [])
+        (True, False, True)
+    """
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def plain_integer(value: Any) -> Any:

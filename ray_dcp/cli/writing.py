@@ -76,14 +76,14 @@ from ray_dcp.transform.exporting import (
     copied_bytes,
     format_of,
     plan_export,
-    still_there,
 )
 from ray_dcp.transform.exporting import copy as copy_checkpoint
 from ray_dcp.transform.exporting import export as export_checkpoint
 from ray_dcp.transform.hf_assets import MODEL_CONFIG
 from ray_dcp.transform.importing import check_source, import_checkpoint
+from ray_dcp.transform.new_checkpoint import check_writable
 from ray_dcp.transform.peft_adapter import CONFIG_FILE
-from ray_dcp.transform.rewriting import check_writable
+from ray_dcp.transform.source import still_there
 from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.file_check import Problem
 from ray_dcp.view.model_choice import find_model
@@ -226,7 +226,7 @@ def import_(
     check_source(source)
     check_answers(target)
     check_no_step(target, "target")
-    check_writable(target)
+    check_writable(open_storage(target))
     value = {"source": source, "target": target, "dry_run": dry_run}
     if dry_run:
         told(value, f"would save {source} to {target}")
@@ -376,7 +376,7 @@ class _Copy:
             with still_there(view):
                 self.num_files, self.num_bytes = _count_files(view)
             if not is_left:
-                check_writable(self._target)
+                check_writable(open_storage(self._target))
 
         self._try(look)
 
@@ -588,7 +588,7 @@ def average(
     named, repeated = _parts_of(named, part)
     addresses = [one for one, _ in named]
     check_answers(out)
-    check_writable(out)
+    check_writable(open_storage(out))
     numbers = decayed(ema, len(addresses)) if ema is not None else weights or None
     with marks_removed_last(), ExitStack() as stack:
         for address in addresses:

@@ -18,9 +18,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -36,16 +35,12 @@ from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, as_numbers
 from ray_dcp.core.quantities import size_text
 from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import (
-    CheckpointError,
-    CommitUnknownError,
     InvalidRequestError,
     StateDictError,
 )
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.io.reader import read_item
-from ray_dcp.options import SaveOptions, check_above_0, check_patterns
-from ray_dcp.place.collect import collect
-from ray_dcp.place.target_lease import writing_to
+from ray_dcp.options import SaveOptions, check_above_0, check_patterns, matches
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.rank.rank_save import RankSave
 from ray_dcp.session.call import Call
@@ -57,16 +52,13 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
-from ray_dcp.transform.copying import check_free
-from ray_dcp.transform.exporting import still_there
 from ray_dcp.transform.float_dtypes import float_dtype
-from ray_dcp.transform.free_space import check_space
-from ray_dcp.transform.rewriting import check_writable
+from ray_dcp.transform.new_checkpoint import new_checkpoint
+from ray_dcp.transform.source import check_one_state
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
+from ray_dcp.view.progress import Meter, ShowProgress, uncounted
 from ray_dcp.view.run_view import check_no_step
 from ray_dcp.view.run_view import open as open_place
-from ray_dcp.view.verify import items_instead
 
 BOX_BYTES = 8 << 20
 """Most bytes of the sum of a box. A thread holds about twice as much."""
@@ -169,42 +161,29 @@ def average(
     """
     choice: dict[str, Any] = {"weights": weights, "dtype": dtype, "keys": keys}
     plan = plan_average(sources, out, **choice)
-    check_writable(out)
-    check_space(out, plan.report.num_bytes)
     text = repr([_records(plan), plan.weights, sorted(plan.dtypes.items()), plan.boxes])
     work = f"average {digest_bytes(text.encode()).hex()}"
-    with ExitStack() as stack:
-        meter = stack.enter_context(reporting(progress, "averaging", absolute_target(out).url))
-        meter.expect(plan.report.num_bytes)
-        for view in plan.views:
-            stack.enter_context(still_there(view))
-        lease = stack.enter_context(writing_to(absolute_target(out), work))
-        if lease.is_done:
+    target, num_bytes = absolute_target(out), plan.report.num_bytes
+    with new_checkpoint(
+        "averaging", target, work, sources=plan.views, num_bytes=num_bytes, progress=progress
+    ) as new:
+        new.meter.expect(num_bytes)
+        if new.lease.is_done:
             return plan.report
-        check_free(open_storage(out), lease.dead)
-        try:
-            num_ranks = _num_ranks(plan, out)
-            if num_ranks > 1:
-                from ray_dcp.worker_group import WorkerGroup
+        new.check_free()
+        num_ranks = _num_ranks(plan, out)
+        if num_ranks == 1:
+            _save(plan, out, session_alone(), new.lease.attempt, new.meter)
+            return plan.report
+        from ray_dcp.worker_group import WorkerGroup
 
-                # Why not the plan: a rank opens the sources itself, as open storages can't be sent.
-                places = [view.place for view in plan.views]
-                with (
-                    meter.following(partial(_look_at, out, plan.report.num_bytes)),
-                    WorkerGroup(num_ranks, name="ray_dcp average") as ranks,
-                ):
-                    ranks.run(
-                        _average_part, places, _records(plan), absolute_target(out), choice,
-                        lease.attempt,
-                    )  # fmt: skip
-            else:
-                _save(plan, out, session_alone(), lease.attempt, meter)
-        except BaseException as error:
-            if not isinstance(error, CommitUnknownError):
-                # Why suppressed: the caller needs the first error.
-                with suppress(CheckpointError):
-                    collect(out)
-            raise
+        # Why not the plan: a rank opens the sources itself, as open storages can't be sent.
+        places = [view.place for view in plan.views]
+        with (
+            new.meter.following(partial(_look_at, out, num_bytes)),
+            WorkerGroup(num_ranks, name="ray_dcp average") as ranks,
+        ):
+            ranks.run(_average_part, places, _records(plan), target, choice, new.lease.attempt)
     return plan.report
 
 
@@ -266,7 +245,7 @@ def plan_average(
     def is_chosen(name: str) -> bool:
         if keys is None:
             return name not in optimizers
-        return any(fnmatchcase(name, pattern) for pattern in keys)
+        return bool(keys) and matches(name, keys)
 
     last = views[-1]
     # Why the last one always: names, order and dtypes of the result are its own.
@@ -356,12 +335,7 @@ def _open(source: AnyPlace | CheckpointView) -> CheckpointView:
             f"steps, such as {view.url}@{last.name if last.step is None else last.step}",
             key="sources",
         )
-    if items := items_instead(view.storage, view.checkpoint):
-        raise InvalidRequestError(
-            f"expected a checkpoint of one state as source, but {view.url} has the items "
-            f"{', '.join(items)}: average these folders one by one",
-            key="sources",
-        )
+    check_one_state(view, "sources")
     return view
 
 

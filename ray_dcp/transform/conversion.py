@@ -19,7 +19,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read
 from ray_dcp.io.plain_files import INDEX_NAME, plain_files
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.loading import load
-from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns
+from ray_dcp.options import KeyMap, LoadOptions, SaveOptions, check_patterns, matches
 from ray_dcp.saving import CheckpointId, check_options, run_save, text_of
 from ray_dcp.session.inline_transport import session_alone
 from ray_dcp.store.local import publish
@@ -298,16 +297,6 @@ def _parameter(name: str, before: str, after: str, key: str, rename: Rename) -> 
         if found is not None and found.startswith(after) and found.endswith(key):
             return found[len(after) : len(found) - len(key)]
     return name
-
-
-def matches(name: str, include: Sequence[str]) -> bool:
-    """Returns whether a name matches any of the patterns, or there are none.
-
-    Examples:
-        >>> matches("model.w", ["model.*"]), matches("step", ["model.*"]), matches("step", [])
-        (True, False, True)
-    """
-    return not include or any(fnmatchcase(name, pattern) for pattern in include)
 
 
 def nested(values: Mapping[NamePath, Any]) -> dict[Any, Any]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from ray_dcp import events
 from ray_dcp.commit_protocol.commands import RecordsRead
 from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, undecided
-from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.core import bounds
@@ -41,7 +40,7 @@ from ray_dcp.place.records import standing_records
 from ray_dcp.place.standing import read_standing
 from ray_dcp.place.stock_files import without_stock_files
 from ray_dcp.place.stock_metadata import publish
-from ray_dcp.place.target_lease import TargetLease, leases_at, writing_to
+from ray_dcp.place.target_lease import TargetLease
 from ray_dcp.place.visibility import check_complete, explaining_removal
 from ray_dcp.place.voting import decide
 from ray_dcp.store.local import volatile
@@ -57,13 +56,19 @@ from ray_dcp.store.storage import (
     reuse_file,
 )
 from ray_dcp.transform.checked_files import CheckedFiles
-from ray_dcp.view.progress import Meter, uncounted
+from ray_dcp.transform.new_checkpoint import check_free, new_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.progress import Meter, ShowProgress, uncounted
 from ray_dcp.view.run_listing import needed_lengths
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
 _END_BYTES = 64
 STOPPED = "the copy was interrupted, or failed"
+
+Beside = Callable[[Meter, Callable[[], bool]], AbstractContextManager[object]]
+"""What is done around a copy. It gets what counts bytes, and what returns whether the copy may be
+committed, to decide what a failure takes back."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,10 @@ def copy_checkpoint(
     plan: CopyPlan,
     target: Target,
     *,
-    meter: Meter | None = None,
+    progress: ShowProgress = False,
+    sources: Collection[CheckpointView] = (),
     opener: Callable[[Target], Storage] = open_storage,
-    beside: Callable[[Callable[[], bool]], AbstractContextManager[object]] = nullcontext,
+    beside: Beside = lambda meter, may_stand: nullcontext(),
     then: Callable[[], object] = lambda: None,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
@@ -138,11 +144,10 @@ def copy_checkpoint(
         source: Where it lies.
         plan: Of `plan_copy`.
         target: Where it goes; no checkpoint may be there, nor files that a save left of one.
-        meter: Counts the bytes that are copied, if given; the caller has told it how many to
-            expect.
+        progress: As for `copy`.
+        sources: See `new_checkpoint`.
         opener: What opens the storage of the target.
-        beside: What is done around the copy, under the lease of the target. What it gets returns
-            whether the copy may be committed, to decide what a failure takes back.
+        beside: What is done around the copy, under the lease of the target.
         then: What is done after it, also if an earlier process had committed it.
 
     Raises:
@@ -152,22 +157,23 @@ def copy_checkpoint(
         DamagedCheckpointError: Bytes of a file are not those that were written, or it is shorter
             than it was when planned.
         SaveCancelledError: A collector ended the copy.
-        StorageError: A storage failed.
+        StorageError: There is not enough space, or a storage failed.
     """
-    storage = opener(target)
-    if not leases_at(storage):
-        check_free(storage)
     work = f"copy {digest_bytes(plan.checkpoint.record).hex()}"
-    attempts = plan.checkpoint.manifest is not None
-    with writing_to(target, work, opener=opener, attempts=attempts) as lease:
+    with new_checkpoint(
+        "copying", target, work, sources=sources, num_bytes=plan.num_bytes, progress=progress,
+        opener=opener, attempts=plan.checkpoint.manifest is not None,
+    ) as new:  # fmt: skip
+        new.meter.expect(sum(num_bytes for _, num_bytes in plan.files))
+        lease = new.lease
         is_done = lease.is_done or (
-            lease.is_again and not lease.again and is_copied(source, plan.checkpoint, storage)
+            lease.is_again and not lease.again and is_copied(source, plan.checkpoint, new.storage)
         )
         if is_done:
-            with beside(lambda: True):  # ends the leases that are left there
+            with beside(new.meter, lambda: True):  # ends the leases that are left there
                 pass
         else:
-            _copy(source, plan, target, meter or uncounted(), opener, lease, beside)
+            _copy(source, plan, target, new.meter, opener, lease, beside)
         then()
 
 
@@ -187,7 +193,7 @@ def link_checkpoint(source: Storage, plan: CopyPlan, target: Target) -> str:
         CheckpointError: As `copy_checkpoint`.
     """
     lease = TargetLease(attempt=new_attempt())
-    _copy(source, plan, target, uncounted(), open_storage, lease, nullcontext, links=True)
+    _copy(source, plan, target, uncounted(), open_storage, lease, links=True)
     return lease.attempt
 
 
@@ -198,7 +204,7 @@ def _copy(
     meter: Meter,
     opener: Callable[[Target], Storage],
     lease: TargetLease,
-    beside: Callable[[Callable[[], bool]], AbstractContextManager[object]],
+    beside: Beside = lambda meter, may_stand: nullcontext(),
     links: bool = False,
 ) -> None:
     storage = opener(target)
@@ -216,7 +222,7 @@ def _copy(
         hidden = [e.key for e in everything(storage) if is_temporary(e.key)]
         storage.delete([key for key in hidden if key.endswith(names)])
     copying = _Copying(source, storage, plan, meter, lease, links)
-    with beside(lambda: copying.may_stand):
+    with beside(meter, lambda: copying.may_stand):
         try:
             if manifest is None:
                 _copy_others(copying, plan, standing)
@@ -225,39 +231,6 @@ def _copy(
         except BaseException as error:
             copying.undo(error)
             raise
-
-
-def check_free(target: Storage, dead: Collection[str] = (), taken: Collection[str] = ()) -> None:
-    """Checks that no checkpoint is at a place, nor data files of one.
-
-    Records may be: of attempts that failed, or of a delete.
-
-    Args:
-        target: The place.
-        dead: Attempts whose files may be there.
-        taken: Files that may be there.
-
-    Raises:
-        CheckpointExistsError: There is.
-    """
-    standing = standing_records(target)
-    there = [record_key(standing.slot)] if standing.manifest is not None else []
-    there += map(record_key, standing.slots.unreadable)
-    for entry in target.list():
-        owned = owner_of(entry.key)
-        if entry.key in taken or (owned is not None and owned.attempt in dead):
-            continue
-        is_others = "/" not in entry.key and entry.key.endswith((".distcp", ".safetensors"))
-        if is_others or (owned is not None and owned.kind in ("data", "metadata")):
-            there.append(entry.key)
-    if there:
-        raise CheckpointExistsError(
-            f"expected nothing of a checkpoint in {target.url}, found {there[0]}"
-            f"{f' and {len(there) - 1} more files' if len(there) > 1 else ''}; choose another "
-            f"place, or delete it first (what a save left that was killed: ray-dcp gc "
-            f"--abort-unfinished)",
-            checkpoint_id=target.url,
-        )
 
 
 def _checked(

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,24 +22,22 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
-    DamagedCheckpointError,
     InvalidRequestError,
 )
 from ray_dcp.format.manifest import repeated, slot_of, tied_in
-from ray_dcp.io.checkpoint import what_became_of
-from ray_dcp.options import KeyMap, check_patterns
+from ray_dcp.options import KeyMap, check_patterns, matches
 from ray_dcp.place.delete import delete
 from ray_dcp.place.done_marks import marks_removed_last
 from ray_dcp.place.stock_metadata import write_metadata
-from ray_dcp.place.target_lease import leases_at, writing_to
+from ray_dcp.place.target_lease import leases_at
 from ray_dcp.store.local import publish
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import open_storage, place_below, target_of
-from ray_dcp.store.storage import KeyMissingError, is_temporary
+from ray_dcp.store.storage import is_temporary
 from ray_dcp.transform.copying import copy_checkpoint, is_copied, plan_copy
 from ray_dcp.transform.finished_work import publishing, take_over, temporary_directory
 from ray_dcp.transform.float_dtypes import float_dtype, torch_dtype
-from ray_dcp.transform.free_space import check_free_bytes, check_space
+from ray_dcp.transform.free_space import check_free_bytes
 from ray_dcp.transform.hf_assets import (
     as_exported,
     assets_in,
@@ -48,8 +45,10 @@ from ray_dcp.transform.hf_assets import (
     files_of,
     write_files,
 )
+from ray_dcp.transform.new_checkpoint import new_checkpoint
 from ray_dcp.transform.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, find_adapter
-from ray_dcp.transform.rewriting import check_one_state, check_still_stands, rewrite
+from ray_dcp.transform.rewriting import rewrite
+from ray_dcp.transform.source import check_one_state, check_still_stands, still_there
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, read_view
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.run_view import check_no_step
@@ -214,7 +213,7 @@ def _contents(view: CheckpointView, choice: _Choice) -> _Contents:
         return _Contents(view.names, (), None)
     check_one_state(view)
     include, rename = choice.include, _renaming(choice.strip_prefix, choice.key_map)
-    names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
+    names = [name for name in view.names if matches(name, include)]
     new = {name: name if rename is None else rename(name) for name in names}
     names = [name for name in names if new[name] is not None]
     files, own, adapter = {}, dict[str, str](), None
@@ -380,8 +379,9 @@ def export(
         if asked.is_copy(view):
             _copied(view, path, meter, partial(_for_stock, path))
         elif plan.format == "dcp":
-            with writing_to(target_of(path, None), work) as lease:
-                rewrite(view, place, path, choice, meter=meter, lease=lease)
+            at = target_of(path, None)
+            with new_checkpoint("exporting", at, work, progress=meter) as new:
+                rewrite(view, place, path, choice, new)
         elif not take_over(path, work):
             with temporary_directory(path, work) as temporary:
                 made = temporary
@@ -445,40 +445,21 @@ def _copied(
 ) -> CheckpointView:
     """Copies a checkpoint with its items, and calls `then` before the lease of the copy ends."""
     view = source if isinstance(source, CheckpointView) else read_view(source)
+    check_no_step(target, "target")
     with still_there(view):
         plan = plan_copy(view.storage, view.checkpoint)
-        check_space(target, plan.num_bytes)
-        check_no_step(target, "target")
-        place = target_of(target, None)
-        with reporting(progress, "copying", place.url) as meter:
-            meter.expect(sum(num_bytes for _, num_bytes in plan.files))
-            items = partial(_items_copied, view, place, meter)
-            with marks_removed_last():
-                copy_checkpoint(view.storage, plan, place, meter=meter, beside=items, then=then)
-                return read_view(target)
+    place = target_of(target, None)
+    with marks_removed_last():
+        copy_checkpoint(
+            view.storage, plan, place, progress=progress, sources=[view],
+            beside=partial(_items_copied, view, place), then=then,
+        )  # fmt: skip
+        return read_view(target)
 
 
 def _for_stock(path: Path) -> None:
     if not (path / ".metadata").exists():
         write_metadata(path)
-
-
-@contextmanager
-def still_there(view: CheckpointView) -> Iterator[None]:
-    """Turns an error of damage into a better one if the checkpoint was deleted or replaced.
-
-    Raises:
-        CheckpointNotFoundError: The checkpoint was deleted while it was read.
-        StorageError: The checkpoint was replaced while it was read.
-        DamagedCheckpointError: The checkpoint is damaged.
-    """
-    try:
-        yield
-    except (DamagedCheckpointError, KeyMissingError) as error:
-        became = what_became_of(view.storage, view.checkpoint)
-        if became is None:
-            raise
-        raise became from error
 
 
 def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:

@@ -10,17 +10,15 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
 
 
-def check_space(target: AnyPlace, num_bytes: int) -> None:
-    """Checks that a local target has `num_bytes` of free space; skips remote ones.
+def check_space(storage: Storage, num_bytes: int) -> None:
+    """Checks that a local storage has `num_bytes` of free space; skips remote ones.
 
     Raises:
         StorageError: It does not.
     """
-    storage = open_storage(target)
     if isinstance(storage, LocalStorage):
         check_free_bytes(Path(storage.url), num_bytes)
 

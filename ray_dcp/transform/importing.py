@@ -19,16 +19,15 @@ from ray_dcp.errors import (
     InvalidRequestError,
 )
 from ray_dcp.options import SaveOptions, check_patterns
-from ray_dcp.place.done_marks import marks_removed_last
 from ray_dcp.place.scratch import scratch
-from ray_dcp.place.target_lease import writing_to
 from ray_dcp.store.location import AnyPlace, checked_url, split_url
-from ray_dcp.store.opening import as_target, target_of
+from ray_dcp.store.opening import target_of
 from ray_dcp.transform.float_dtypes import torch_dtype
-from ray_dcp.transform.free_space import check_space
-from ray_dcp.transform.rewriting import check_one_state, check_writable, rewrite, save_file
+from ray_dcp.transform.new_checkpoint import new_checkpoint
+from ray_dcp.transform.rewriting import rewrite, save_file
+from ray_dcp.transform.source import check_one_state, still_there
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
-from ray_dcp.view.progress import ShowProgress, reporting
+from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.run_view import check_no_step
 
 
@@ -68,29 +67,25 @@ def import_checkpoint(
     check_patterns(include, "include")
     check_source(source)
     check_no_step(target, "target")
-    check_writable(target)
     source = _plain_path(source)
     path = Path(source)
     is_file = path.is_file()
+    is_torch = is_file and not is_safetensors(path)
     seen = [path.stat().st_size, path.stat().st_mtime_ns] if is_file else []
     text = json.dumps([os.fspath(source), *seen, include, dtype, weights_only], default=str)
     work = f"import {digest_bytes(text.encode()).hex()}"
     choice: dict[str, Any] = {"include": list(include), "dtype": torch_dtype(dtype)}
-    with (
-        marks_removed_last(),
-        reporting(progress, "importing", as_target(target).url) as meter,
-        writing_to(target_of(target, None), work) as lease,
-    ):
-        if is_file and not is_safetensors(path):
-            check_space(target, path.stat().st_size)
+    num_bytes = seen[0] if is_torch else 0
+    at = target_of(target, None)
+    with new_checkpoint("importing", at, work, num_bytes=num_bytes, progress=progress) as new:
+        if is_torch:
             choice |= {"weights_only": weights_only, "options": options}
-            save_file(path, target, choice, lease, meter)
+            save_file(path, target, choice, new)
         elif is_file:
             with scratch(Path(tempfile.gettempdir())) as folder:
                 Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
                 try:
-                    view = read_view(folder)
-                    rewrite(view, folder, target, choice, options, meter=meter, lease=lease)
+                    rewrite(read_view(folder), folder, target, choice, new, options)
                 except CheckpointError as error:
                     if error.checkpoint_id == os.fspath(folder):
                         error.checkpoint_id = os.fspath(source)
@@ -98,7 +93,8 @@ def import_checkpoint(
         else:
             view = read_view(source)
             check_one_state(view)
-            rewrite(view, source, target, choice, options, meter=meter, lease=lease)
+            with still_there(view):
+                rewrite(view, source, target, choice, new, options)
         return read_view(target)
 
 

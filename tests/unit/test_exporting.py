@@ -496,6 +496,20 @@ def test_an_export_that_does_not_fit_the_disk_is_said_before_it_begins(
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+def test_what_is_made_of_a_part_needs_the_space_of_that_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = checkpoints.save(tmp_path / "source")
+    tensors = ray_dcp.open(source).tensors
+    name = min(tensors, key=lambda one: tensors[one].num_bytes)
+    usage, free = shutil.disk_usage(tmp_path), 8192 + 3 * tensors[name].num_bytes
+    assert free < sum(info.num_bytes for info in tensors.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    ray_dcp.export(source, tmp_path / "dcp", "dcp", include=[name], dtype="bfloat16")
+    new = ray_dcp.import_checkpoint(source, tmp_path / "new", include=[name])
+    assert list(ray_dcp.open(tmp_path / "dcp").names) == list(new.names) == [name]
+
+
 def interrupt(_: Path) -> None:
     raise KeyboardInterrupt
 
@@ -750,7 +764,7 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
                     with pytest.raises(CheckpointExistsError, match=told):
                         copy_checkpoint(view.storage, plan, target)
 
-    copy_checkpoint(view.storage, plan, target, meter=Rival("copying", ""))
+    copy_checkpoint(view.storage, plan, target, progress=Rival("copying", ""))
     assert began
     assert ray_dcp.verify(tmp_path / "copy").ok
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
