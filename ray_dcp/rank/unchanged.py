@@ -269,7 +269,9 @@ class RunHistory:
             opener: What opens the storage.
         """
         with self._lock:
-            run = self._runs["/*".join(_run_of(place_of(opener(target))))]
+            run = self._runs.get("/*".join(_run_of(place_of(opener(target)))))
+        if run is None:
+            return  # Forgotten since the guess, for newer runs.
         run.look_for_marks(opener)
         with self._lock:
             run.look_for_damage()
@@ -415,6 +417,8 @@ def _check_found(save: _Planned, opener: Callable[[Target], Storage]) -> None:
     if same is None:
         return
     stop, entries = Stop(), tuple(same.manifest.files)
+    ended = SaveCancelledError("the run is known no more")
+    run.stop.failed.add_done_callback(lambda _: stop.because(ended))
     url = opener(same.target).url
 
     def check() -> None:
@@ -473,10 +477,12 @@ def _check(
         source.bytes.known = Known(since_s)
         run.add(layout, source, num_distrusted)
     else:
-        _report_damage(run, source, opener)
+        _report_damage(run, source, opener, stop)
 
 
-def _report_damage(run: _Run, source: _Source, opener: Callable[[Target], Storage]) -> None:
+def _report_damage(
+    run: _Run, source: _Source, opener: Callable[[Target], Storage], stop: Stop
+) -> None:
     """Makes a damaged file known: to this process, to its user, and to all that use the run."""
     run.distrust()
     DAMAGE.add(source.file.url)
@@ -484,7 +490,7 @@ def _report_damage(run: _Run, source: _Source, opener: Callable[[Target], Storag
     key = where.removeprefix(f"{run.url}/")
 
     def is_damaged(entry: Entry) -> bool:
-        return _is_damaged_copy(run, source, entry, opener)
+        return _is_damaged_copy(run, source, entry, opener, stop)
 
     def find() -> dict[int, str]:
         steps = committed_steps_with(run.target, key, opener, is_damaged)
@@ -496,18 +502,18 @@ def _report_damage(run: _Run, source: _Source, opener: Callable[[Target], Storag
 
 
 def _is_damaged_copy(
-    run: _Run, source: _Source, entry: Entry, opener: Callable[[Target], Storage]
+    run: _Run, source: _Source, entry: Entry, opener: Callable[[Target], Storage], stop: Stop
 ) -> bool:
     """Returns whether another file of a run is a copy of a damaged one, and damaged, too."""
     folder, _, name = entry.key.rpartition("/")
     target = replace(run.target, url=f"{run.target.url.rstrip('/')}/{folder}")
-    # Suppressed: what can't be read may be whole.
+    # Suppressed: what can't be read, or not any more, may be whole.
     with suppress(CheckpointError):
         storage = opener(target)
         other = FileEntry(name, source.file.num_bytes, source.file.digest)
         if _read_checks(storage, source.plan, other, 0) is not None:
             file = replace(source.file, url=storage.url, key=name)
-            return not any(is_intact(storage, source.plan, file) for _ in range(2))
+            return not any(is_intact(storage, source.plan, file, stop) for _ in range(2))
     return False
 
 

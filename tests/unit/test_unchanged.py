@@ -585,6 +585,38 @@ def test_a_mark_is_set_and_cleared_by_verify(tmp_path):
     assert found[0]["checked_bytes"] > 1 << 20 > found[1]["checked_bytes"]
 
 
+@pytest.mark.parametrize("what", ["file", "copy of a damaged one"])
+def test_what_is_read_before_it_is_linked_is_read_no_more_when_its_owner_ends(
+    tmp_path, monkeypatch, what
+):
+    model, _ = a_run(tmp_path, 3)
+    if what != "file":
+        for one in path_of(tmp_path, 1).glob("*.distcp"):
+            shutil.copy(one, tmp_path / "copy")
+            os.replace(tmp_path / "copy", one)
+            flip(one, one.stat().st_size // 2)
+        for one in path_of(tmp_path, 2).glob("*.distcp"):
+            flip(one, one.stat().st_size // 2)
+    new_process(monkeypatch)
+    history, read = session_alone().history, unchanged.is_intact
+    ended: list[type[BaseException]] = []
+
+    def closing_read(storage: Any, *how: Any) -> bool:
+        if what == "file" or storage.url == str(path_of(tmp_path, 1)):
+            history.close()
+        try:
+            return read(storage, *how)
+        except errors.CheckpointError as error:
+            ended.append(type(error))
+            raise
+
+    monkeypatch.setattr(unchanged, "is_intact", closing_read)
+    new = save(tmp_path, 3, {"model": model})
+    history.wait()
+    assert {*ended} == {errors.SaveCancelledError}
+    check_holds(new, values_of({"model": model}))
+
+
 def test_every_spelling_of_a_place_is_one_run(tmp_path):
     model = Tuned()
     for step, root in enumerate((f"file://{tmp_path}", f"{tmp_path}/", f"file://{tmp_path}/x/..")):
