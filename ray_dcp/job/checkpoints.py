@@ -34,7 +34,7 @@ from ray_dcp.job.value import verify_all
 from ray_dcp.manager.catalogue import Root, StepFound, look, look_at_step
 from ray_dcp.manager.reader_leases import ReaderLease
 from ray_dcp.manager.retention import RetentionPolicy
-from ray_dcp.manager.settings import Item, Settings, check_item_name, retention_of
+from ray_dcp.manager.settings import Item, Settings, WaysOut, check_item_name, retention_of
 from ray_dcp.options import SaveOptions, plain_integer
 from ray_dcp.saving import check_options
 from ray_dcp.session import ray_calls
@@ -48,6 +48,14 @@ logger = logging.getLogger(__name__)
 
 _MOST_LOOKS = 20
 """How often a step is chosen again because it was deleted before it was protected."""
+
+
+_WAYS_OUT = WaysOut(
+    save_over="delete it first with `ray-dcp rm {run}@{step}`",
+    go_back="delete those after it, each with `ray-dcp rm {run}@STEP`",
+    await_save="JobStep.result()",
+    maker="JobCheckpoints",
+)
 
 
 class JobCheckpoints:
@@ -115,6 +123,7 @@ class JobCheckpoints:
             items={check_item_name(name): Item(save_options=self._options) for name in parts},
             takeover=takeover,
             lease_s=lease_s,
+            ways_out=_WAYS_OUT,
         )
         self._root = Root(target_of(path, None))
         self._read_only = read_only
@@ -187,6 +196,7 @@ class JobCheckpoints:
         damaged step is skipped with a warning that names the part; so the step is the same for
         everyone to whom its parts are handed. Unless this is `read_only`, it is also marked: steps
         may be saved again from the one that is returned on, of the damaged ones' numbers as well.
+        If none is whole, all are marked, and the run may begin anew.
 
         Args:
             verifies: Whether all bytes of a step are read and compared with their checksums before
@@ -243,9 +253,12 @@ class JobCheckpoints:
             )
         if not skipped:
             return None
+        if line is not None:
+            self._tell_loaded(line, None, skipped, False)
         told = "; ".join(f"step {one.step}: {why.message}" for one, why in skipped)
         raise DamagedCheckpointError(
-            f"expected a step that is whole in {self.path}, but all are damaged: {told}",
+            f"expected a step that is whole in {self.path}, but all are damaged: {told}. The run "
+            f"may begin anew, also with steps of these numbers; look at them with `ray-dcp verify`",
             checkpoint_id=self.path,
         )
 
@@ -329,16 +342,17 @@ class JobCheckpoints:
     def _tell_loaded(
         self,
         line: Line,
-        found: StepFound,
+        found: StepFound | None,
         skipped: Sequence[tuple[StepFound, CheckpointError]],
         is_verified: bool,
     ) -> None:
         """Lets the run's coordinator know which step is taken, and mark those that are damaged."""
-        attempt = found.attempt if is_verified else ""
+        attempt = found.attempt if is_verified and found is not None else ""
         passed = [(one.step, one.attempt, error) for one, error in skipped]
+        step = None if found is None else found.step
         line.call(
-            lambda actor: actor.loaded.remote(line.nonce, found.step, attempt, passed),
-            step=found.step,
+            lambda actor: actor.loaded.remote(line.nonce, step, attempt, passed),
+            step=step or 0,
             timeout_s=self._options.plan_timeout_s,
         )
 
@@ -360,8 +374,12 @@ class JobCheckpoints:
             parts = read_parts(self._root, found)
             if verifies:
                 self._verify(found)
-        except (DamagedCheckpointError, CheckpointNotFoundError) as error:
+        except DamagedCheckpointError as error:
             return {}, error
+        except CheckpointNotFoundError as error:
+            missing = f"a part is missing: {error.message}"
+            where = error.checkpoint_id
+            return {}, DamagedCheckpointError(missing, checkpoint_id=where, step=found.step)
         return parts, None
 
     def _verify(self, found: StepFound) -> None:

@@ -46,7 +46,7 @@ from ray_dcp.commit_protocol.job_step import (
 )
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import begin
-from ray_dcp.core.wire_error import text_of, to_wire
+from ray_dcp.core.wire_error import cause_of, from_wire, text_of, to_wire
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -341,7 +341,7 @@ class JobCoordinator:
     async def loaded(
         self,
         nonce: str,
-        step: int,
+        step: int | None,
         attempt: str,
         skipped: Sequence[tuple[int, str, CheckpointError]],
     ) -> None:
@@ -349,7 +349,7 @@ class JobCoordinator:
 
         Args:
             nonce: Of the driver.
-            step: The step.
+            step: The step; None if all are damaged.
             attempt: Attempt that committed it; "" if its bytes were not verified.
             skipped: Number, attempt and error of the newer steps that are damaged.
 
@@ -540,8 +540,7 @@ class JobCoordinator:
         try:
             await work
         except Exception as error:  # noqa: BLE001 - Ray raises much, and nobody else waits
-            cause = getattr(error, "cause", error)
-            self._receive(running, Failed(part, _as_ours(cause, part)))
+            self._receive(running, Failed(part, _as_ours(error, part)))
 
     # --- what the machine commands ---------------------------------------------------------------
 
@@ -648,7 +647,7 @@ class JobCoordinator:
             error = await self._in_time(what, create_record, writer, running.place, records)
         except Exception as failed:  # noqa: BLE001 - what did not return may create it later
             error = CommitUnknownError(
-                f"{getattr(failed, 'message', failed)} Ask ray_dcp.outcome later",
+                f"{to_wire(failed, what).message} Ask ray_dcp.outcome later",
                 attempt=running.place.attempt,
                 step=running.place.step,
             )
@@ -748,9 +747,12 @@ class JobCoordinator:
 # --- what runs in threads ------------------------------------------------------------------------
 
 
-def _as_ours(error: BaseException, part: str | None = None) -> CheckpointError:
-    if isinstance(error, RayError):
-        return ParticipantError(f"the writer of the value died: {text_of(error)}", key=part)
+def _as_ours(error: Exception, part: str) -> CheckpointError:
+    cause = cause_of(error)
+    if isinstance(cause, RayError):
+        return ParticipantError(f"the writer of the value died: {text_of(cause)}", key=part)
+    if cause is not error:
+        return from_wire(error, "the writer of the value")
     return to_wire(error, "the job's coordinator", key=part, kind=InternalError)
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.commit_protocol.job_step import Begun, Event, Failed, Staged
-from ray_dcp.errors import CheckpointError, InternalError, InvalidRequestError, ParticipantError
+from ray_dcp.core.wire_error import to_wire
+from ray_dcp.errors import InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.session.call_bound import CallBound
 from ray_dcp.store.location import Location, url_below
 
@@ -229,9 +230,7 @@ class PartSave:
             if error is None:
                 self._call(lambda actor: actor.look.remote(self._part.attempt, self._part.name))
                 return
-            if not isinstance(error, CheckpointError):
-                error = CheckpointError(f"{type(error).__name__}: {error}")
-            self._tell(Failed(self._part.name, error))
+            self._tell(Failed(self._part.name, to_wire(error, "its save")))
 
     def _tell(self, event: Event[Any]) -> None:
         self._call(lambda actor: actor.tell.remote(self._part.attempt, event))

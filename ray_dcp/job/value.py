@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core import bounds
-from ray_dcp.core.wire_error import text_of
+from ray_dcp.core.wire_error import from_wire, text_of
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.job.part_value import PartValue
 from ray_dcp.options import SaveOptions
@@ -236,9 +236,7 @@ def _error_of(name: str, step: int, written: Any) -> CheckpointError | None:
     try:
         ray_calls.get(written)
     except RayTaskError as error:
-        if isinstance(error.cause, CheckpointError):
-            return error.cause
-        return _not_given(name, step, text_of(error.cause))
+        return from_wire(error, f"the writer of the part {name!r}")
     except RayError as error:
         return _not_given(name, step, f"its writer died: {error}")
     return None
@@ -307,5 +305,5 @@ def verify_all(places: Sequence[AnyPlace]) -> list[VerifyReport]:
         refs = [run(variables, partial(verify, place)) for place in places]
         found: list[VerifyReport] = ray_calls.get(refs)
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, CheckpointError) else error) from None
+        raise from_wire(error, "the task that verifies a part") from None
     return found

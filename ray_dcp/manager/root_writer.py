@@ -121,7 +121,9 @@ class Writer:
         self._saved_last: int | None = None
         """The step that this process committed last, which is kept."""
         self._settings = settings
-        self._lease = WriterLease(root, lease_s=settings.lease_s, holder=holder)
+        self._lease = WriterLease(
+            root, lease_s=settings.lease_s, holder=holder, maker=settings.ways_out.maker
+        )
         readers = Readers(lease_s=settings.lease_s, holder=holder)
         self._deletions = Deletions(root, readers, self._lease.check, self._removed)
         self._had_no_room: StepTarget | None = None
@@ -273,9 +275,15 @@ class Writer:
                 f"tags must be a list of texts, as ['release'], but is {tags!r}", key="tags"
             )
         tags = frozenset(check_tag(tag) for tag in tags)
-        if self._had_no_room is not None:
+        try:
             with self.lock:
                 self._check_step(step, replace=replace)  # A refused call must not delete.
+        except InvalidRequestError:
+            # Why again: what is remembered decides nothing, and a person may have deleted steps.
+            self.look()
+        if self._had_no_room is not None:
+            with self.lock:
+                self._check_step(step, replace=replace)
             self.make_room(step, metrics)
         with self.lock:
             self._check_step(step, replace=replace)
@@ -638,17 +646,19 @@ class Writer:
         if unsure:
             warnings.warn(unsure, UserWarning, stacklevel=2)
 
-    def loaded(self, step: int, attempt: str, skipped: Mapping[int, CheckpointError]) -> None:
+    def loaded(
+        self, step: int | None, attempt: str, skipped: Mapping[int, CheckpointError]
+    ) -> None:
         """Records which step was loaded, and marks those that were found damaged before.
 
         Args:
-            step: The step; its bytes were verified.
+            step: The step; its bytes were verified. None if all steps are damaged.
             attempt: The attempt that committed it; "" if it is not known, or not all was verified.
             skipped: Newer steps that could not be loaded, with their errors.
         """
         with self.lock:
             self.damaged.update(skipped)
-            if attempt:
+            if attempt and step is not None:
                 self.whole[step] = attempt
             for one in skipped:
                 self.whole.pop(one, None)
@@ -666,7 +676,8 @@ class Writer:
                     damaged |= committed_steps_with(
                         self.root.target, key, self.root.opener, is_not_read
                     )
-        damaged.pop(step, None)
+        if step is not None:
+            damaged.pop(step, None)
         if not damaged:
             return
         try:
@@ -762,10 +773,12 @@ class Writer:
             InvalidRequestError: The step is being saved or committed already, or is older than the
                 newest one.
         """
+        ways = self._settings.ways_out
+        places = {"run": self.root.url, "step": step, "before": max(step - 1, 0)}
         if step in self.pending:
             raise InvalidRequestError(
-                f"step {step} is being saved already; wait for it with join() before it is saved "
-                f"again",
+                f"step {step} is being saved already; wait for it with {ways.await_save} before it "
+                f"is saved again",
                 step=step,
             )
         order = self._settings.order
@@ -777,15 +790,15 @@ class Writer:
             name = self._settings.names.name_of(step)
             raise InvalidRequestError(
                 f"step {step} is committed already in {self.root.url}/{name}. Save the next step; "
-                f"or give replace=True to save over it, atomically; or delete({step}) first",
+                f"or {ways.save_over.format(**places)}",
                 step=step,
             )
         newest = self.newest
         if order == "increasing" and newest is not None and step < newest:
             raise InvalidRequestError(
                 f"step {step} is older than the newest one in {self.root.url}, {newest}; steps go "
-                f"up. To go on from an earlier step, rewind({max(step - 1, 0)}) deletes those "
-                f"after it; another run takes another root",
+                f"up. To go on from an earlier step, {ways.go_back.format(**places)}; another run "
+                f"takes another root",
                 step=step,
             )
 

@@ -85,6 +85,23 @@ def _make_planner(make: Callable[[], T] | None, expected: type, other: type) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
+class WaysOut:
+    """What errors of a run's writer name as ways out: those that its user has.
+
+    `{run}`, `{step}` and `{before}` stand for the run, a step, and the step before.
+    """
+
+    save_over: str = "give replace=True to save over it, atomically; or delete({step}) first"
+    """How a step that is committed is saved again."""
+    go_back: str = "rewind({before}) deletes those after it"
+    """How the run goes on from an earlier step."""
+    await_save: str = "join()"
+    """What waits for a step that is being saved."""
+    maker: str = "CheckpointManager"
+    """What has `takeover`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings by which a manager acts; see `CheckpointManager` for their meaning.
 
@@ -108,6 +125,7 @@ class Settings:
     """Which steps are trusted; None if nothing is known of that."""
     parts_beside: bool = False
     """Whether the items of a step are parts beside a state of its own, and no states themselves."""
+    ways_out: WaysOut = WaysOut()
 
     def __post_init__(self) -> None:
         set_checked(

@@ -66,8 +66,9 @@ class WriterLease:
         *,
         lease_s: float = bounds.LEASE_S,
         holder: LeaseHolder | None = None,
+        maker: str = "CheckpointManager",
     ) -> None:
-        self._root = root
+        self._root, self._maker = root, maker
         self._lease_s = lease_s
         self._holder = replace(holder or this_process(), root=root.url)
         self._stop: Callable[[], None] = lambda: None
@@ -130,13 +131,13 @@ class WriterLease:
         if holder is UNREADABLE:
             told = (
                 f"Who writes to {url} is not known, as its lease can't be read. If no job does, "
-                f"remove {FOLDER}/{_name(number)} there; CheckpointManager(takeover=True) does "
+                f"remove {FOLDER}/{_name(number)} there; {self._maker}(takeover=True) does "
                 f"without"
             )
         elif holder.root not in ("", url):
             told = (
                 f"{url} has the writer lease of {holder}, which lives and writes to {holder.root}. "
-                f"If this is a copy of that run, CheckpointManager(takeover=True) makes it a run "
+                f"If this is a copy of that run, {self._maker}(takeover=True) makes it a run "
                 f"of its own, which that process never notices. If both are one directory, use one "
                 f"root a job, or end that process"
             )
@@ -145,7 +146,7 @@ class WriterLease:
                 f"{url} is written by {holder}, which lives. Use one root a job; or "
                 f"end that process, or close its manager; to read what it writes takes "
                 f"no writer lease (restore, all_steps, follow). "
-                f"CheckpointManager(takeover=True) takes it away"
+                f"{self._maker}(takeover=True) takes it away"
             )
         return CheckpointExistsError(told, checkpoint_id=url)
 

@@ -27,6 +27,7 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     DeadlineError,
     InvalidRequestError,
     LimitError,
@@ -43,6 +44,7 @@ from tests.integration.conftest import mend
 from tests.integration.test_frameworks import example
 from tests.support.checkpoints import flip
 from tests.support.processes import eventually
+from tests.unit.test_job_looking import invoke
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -498,7 +500,38 @@ def test_a_damaged_step_that_latest_went_past_may_be_saved_again(tmp_path: Path)
     with later.latest() as last:
         assert (last.step, last.kept_from) == (20, {"policy": 10})
         assert last.value("policy")["x"].tolist() == [1.0] * 100
+    # All steps that are left have one policy; when that is damaged, the run may begin anew.
+    (kept,) = (tmp_path / "step-00000003" / "policy").glob("*.distcp")
+    flip(kept, kept.stat().st_size // 2)
+    with pytest.raises(DamagedCheckpointError, match=r"all are damaged: step 20.*may begin anew"):
+        reader.latest()
+    assert marked_steps(tmp_path) == set()
+    with pytest.raises(DamagedCheckpointError, match="all are damaged"):
+        later.latest()
+    assert marked_steps(tmp_path) == {*committed(tmp_path)} == {1, 2, 3, 10, 20}
+    give_step(later, 1, both)
+    with pytest.warns(UserWarning, match="is taken instead"), later.latest() as last:
+        assert last.step == 1
     later.close()
+
+
+def test_each_way_out_that_a_refused_step_names_is_one_of_the_job(tmp_path: Path):
+    with ray_dcp.JobCheckpoints(tmp_path, ("cursor",)) as run:
+        for number in (1, 2, 3):
+            give_step(run, number, lambda step: step.put("cursor", step.step))
+        with pytest.raises(InvalidRequestError, match="step 3 is committed already") as told:
+            run.step(3)
+        invoke("rm", "--yes", *re.findall(r"`ray-dcp rm (\S+@3)`", str(told.value)))
+        give_step(run, 3, lambda step: step.put("cursor", -3))
+        with pytest.raises(InvalidRequestError, match="step 2 is committed already"):
+            run.step(2)
+        invoke("rm", "--yes", f"{tmp_path}@3", f"{tmp_path}@2")
+        with pytest.raises(InvalidRequestError, match="step 0 is older") as told:
+            run.step(0)
+        (way_out,) = re.findall(r"`ray-dcp rm (\S+@STEP)`", str(told.value))
+        invoke("rm", "--yes", way_out.replace("STEP", "1"))
+        give_step(run, 0, lambda step: step.put("cursor", 0))
+        assert run.all_steps() == [0]
 
 
 def marked_steps(run: Path) -> set[int]:
