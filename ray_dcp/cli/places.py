@@ -33,9 +33,6 @@ from ray_dcp.view.run_view import RunView, StepView, nearest_paths, read_run, sp
 from ray_dcp.view.step_choice import choose, passed_over, passed_over_text, steps_text
 from ray_dcp.view.wording import few
 
-ANSWER_S = 10.0
-"""Timeout of the first request to an object store, in seconds."""
-
 PLACE = click.Path(readable=False)
 """Type of arguments that name a checkpoint or a run, so that shells complete them as paths."""
 
@@ -316,12 +313,12 @@ def check_answers(url: str) -> None:
         url: Path or URL; does nothing unless it is the URL of an object store.
 
     Raises:
-        StorageError: The store does not answer within `ANSWER_S`, or refuses.
+        StorageError: The store does not answer within `core.bounds.FIRST_ANSWER_S`, or refuses.
     """
     if url.partition("://")[0] not in PROVIDERS or "://" not in url:
         return
     # Why half: one more request may start just before the retry deadline.
-    half_s = ANSWER_S / 2
+    half_s = bounds.FIRST_ANSWER_S / 2
     options = {"retry_timeout_s": half_s, "timeout": timedelta(seconds=half_s)}
     read_if_there(open_storage(Target(url, options)), ".metadata", 1)
 

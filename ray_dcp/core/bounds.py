@@ -245,7 +245,58 @@ NODES_ANSWER_S = 1.0
 """Since a decision asked for Ray's table of nodes, until it is there; then it is made without the
 table. *Why*: training goes on while the store of that table is away."""
 
+# What shows or records an operation
+
+TRACKER_END_S = 5.0
+"""Since the process began to exit, until a tracker that was not closed has recorded its events;
+then they are lost."""
+
+SHOWN_END_S = 1.0
+"""Since an operation ended, until the function that shows its progress has returned; then a warning
+is logged."""
+
+# A job with parts
+
+JOB_ANSWER_S = 60.0
+"""Since a message was sent to a job's coordinator, until it has answered; then the call fails."""
+
+DRIVER_END_S = 2.0
+"""Since a new driver attached to a job's coordinator, until the one before has ended; then the new
+one is refused. *Why*: Ray's tables show a death a moment later, and a job that is restarted at once
+would be refused."""
+
+# Ray Train
+
+REPORTED_S = 5.0
+"""Since Ray Train was asked for the checkpoints that were reported to it, until it has answered;
+then the call fails."""
+
+GROUP_STAGED_S = 60.0
+"""Since a worker group began, until saves that earlier groups staged on its node have ended; then
+it begins with the steps that are committed."""
+
+REPLICA_STAGED_S = GROUP_STAGED_S / 6
+"""The same of a group of replicas. *Why* shorter: the saves of replicas that train on follow each
+other without end, and one of them gives a replaced worker its state."""
+
+WORKER_ANSWER_S = 20.0
+"""Since a controller called all workers, until they have answered; then it asks for no save. *Why*
+so long: a worker may be importing a large module."""
+
+HOLD_S = 3 * WORKER_ANSWER_S
+"""Since a rank was held for a save, until the controller has named its step; then the rank trains
+on. *Why*: the controller may be dead, but two calls to all ranks must fit, as a rank that goes on
+early does not save with the others."""
+
+RESIZE_END_S = 30.0
+"""Since the time for a save before a resize or preemption is over, until the workers are ended;
+then they train on."""
+
 # Storage
+
+FIRST_ANSWER_S = 10.0
+"""Since a command made its first request to an object store, until it has answered; then the
+command fails. *Why* not `retry_timeout_s`: a person may have mistyped an endpoint."""
 
 REFUSED_S = 10.0
 """Since the first try of a request, while connections are refused, the host is unknown or answers

@@ -32,6 +32,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import RNG_STATE_NAME
 
 from ray_dcp.asynchronous import SaveHandle, async_save
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -55,8 +56,6 @@ logger = logging.getLogger(__name__)
 NAMES = StepNames("checkpoint_{step}")
 """Folders of `ProjectConfiguration(automatic_checkpoint_naming=True)`."""
 
-DELETION_S = 60.0
-"""Maximum time that the end of the process waits for deletions after a commit, in seconds."""
 
 _SHARDED = (torch.nn.Module, torch.optim.Optimizer)
 """Registered objects whose values may be shards, and are loaded in place."""
@@ -371,7 +370,9 @@ class _Deletion:
 
     def await_at_exit(self, options: SaveOptions) -> None:
         """Makes the end of the process wait for it, after its save."""
-        self._pending[self] = options.write_timeout_s + options.commit_timeout_s + DELETION_S
+        self._pending[self] = (
+            options.write_timeout_s + options.commit_timeout_s + bounds.DELETION_END_S
+        )
         if self._ended.is_set():
             self._pending.pop(self, None)
         # Why each time: handlers run in reverse order, and this one has to run before Ray's.

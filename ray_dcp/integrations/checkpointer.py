@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 
 from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import (
     CheckpointError,
@@ -62,9 +63,6 @@ from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.view.progress import ShowProgress
-
-DELETIONS_S = 60.0
-"""Maximum time that `Checkpointer.close` waits for deletions, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -416,9 +414,9 @@ class Checkpointer:
             self._process(self._actions.finisher.ended())
             if self._group.gather(None):
                 self._report_to_train(final=True)
-            self._group.writer.remover.drain(DELETIONS_S)
+            self._group.writer.remover.drain(bounds.DELETION_END_S)
         finally:
-            self._leave(DELETIONS_S)
+            self._leave(bounds.DELETION_END_S)
 
     def __enter__(self) -> Checkpointer:
         return self

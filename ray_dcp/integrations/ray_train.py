@@ -44,6 +44,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import Stop
 from ray_dcp.errors import (
     CheckpointExistsError,
@@ -211,8 +212,6 @@ def _other_ray(error: Exception) -> InternalError:
     )
 
 
-REPORTED_S = 5.0
-"""Timeout of the query for reported checkpoints, in seconds."""
 PENDING = "PENDING_VALIDATION"
 """Name of Ray Train's status of a checkpoint whose validation has not ended."""
 
@@ -272,7 +271,7 @@ def reported_folders() -> dict[str, ReportedStep]:
     from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints
 
     found = get_all_reported_checkpoints(
-        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=REPORTED_S
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=bounds.REPORTED_S
     )
     return {
         str(one.checkpoint.path).rstrip("/").rpartition("/")[2]: ReportedStep(
@@ -520,10 +519,6 @@ def needed_steps(
     return None if policy is None and num_to_keep is None else NeededSteps(policy)
 
 
-STAGED_S = 60.0
-"""How long to wait for staged saves of earlier groups on this node, in seconds."""
-
-
 DueReport = tuple[int, str, Mapping[str, Any], float | None]
 """A report to Ray Train: step, folder, metrics, and the time of the save if reports are now paused
 for a while, by the clock of rank 0."""
@@ -662,7 +657,7 @@ def join(
         raise
 
 
-def begun_in(root: Root, staged_s: float = STAGED_S) -> tuple[int, str, bool]:
+def begun_in(root: Root, staged_s: float = bounds.GROUP_STAGED_S) -> tuple[int, str, bool]:
     """Returns number and word of a group that begins now, and whether there are older steps.
 
     Args:

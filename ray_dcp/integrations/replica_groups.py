@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.replica_quorum import ReadyToSave, SaveQuorum
+from ray_dcp.core import bounds
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.integrations import ray_train
 from ray_dcp.integrations.ray_train import (
@@ -40,10 +41,6 @@ from ray_dcp.manager.settings import Settings
 from ray_dcp.session.ray_transport import RayTransport, ray_session
 from ray_dcp.session.session import Session
 from ray_dcp.store.opening import absolute_target
-
-STAGED_S = 10.0
-"""How long to wait for staged saves on this node, in seconds. *Why* no longer: those of replicas
-that train on follow each other without end, and one of them gives a replaced worker its state."""
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +211,7 @@ def join_replicas(
             f"several workers that Ray Train does not replace one by one, use TorchConfig"
         )
     root = Root(absolute_target(target_of_run(facts, check_folder(folder), storage_options)))
-    number, word, has_steps = begun_in(root, STAGED_S)
+    number, word, has_steps = begun_in(root, bounds.REPLICA_STAGED_S)
     settings = replace(settings, kept=needed, names=GroupNames(group=number, word=word))
     writer = writer_of(facts, root, settings)
     with naming_run(writer, facts.name):
@@ -231,7 +228,7 @@ def join_replicas(
         settings,
         alone,
         True,
-        STAGED_S,
+        bounds.REPLICA_STAGED_S,
         has_steps,
         needed,
         facts=facts,

@@ -36,6 +36,7 @@ from typing import Any, Literal
 
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import start_thread
 from ray_dcp.core.quantities import seconds_text
 from ray_dcp.options import check_above_0
@@ -44,11 +45,6 @@ from ray_dcp.session import ray_calls
 logger = logging.getLogger(__name__)
 
 State = Literal["unknown", "waiting", "saving", "committed", "failed"]
-
-HOLD_S = 60.0
-"""How long a held rank waits for the second phase, in seconds. *Why a limit*: the controller may be
-dead. *Why this long*: two calls to all ranks must fit, as a rank that continues early does not save
-with the others."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +180,7 @@ class SaveRequests:
         with self._changed:
             if not self._is_open or self._held is not None or self._asked is not None:
                 return None
-            self._held = (seq, time.monotonic() + HOLD_S)
+            self._held = (seq, time.monotonic() + bounds.HOLD_S)
             return HeldRank(self._last_step, *self._seconds)
 
     def ask(self, asked: RequestedSave) -> bool:
@@ -384,11 +380,6 @@ def of_this_worker(method: str, *arguments: Any) -> Any:
 
 # --- the callback -------------------------------------------------------------------------------
 
-ANSWER_S = 20.0
-"""How long a worker may take to answer, in seconds. *Why*: it may be importing a large module."""
-END_S = 30.0
-"""How long workers wait after the save to be ended, in seconds."""
-
 
 class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     """Makes a `ray_dcp.train.checkpointer` save before a resize, and when a node is preempted.
@@ -464,7 +455,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     # Reactions
 
     def _save_before_the_end(self, call: Call) -> None:
-        how, took_s = self._save(call, "resize", linger_s=self._limit_s + END_S)
+        how, took_s = self._save(call, "resize", linger_s=self._limit_s + bounds.RESIZE_END_S)
         if took_s is None:
             return
         if how == "committed":
@@ -512,7 +503,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     ) -> float | None:
         """Requests a save; returns its duration in seconds, or None if none was made."""
         left_s = None if deadline_s is None else deadline_s - time.time()
-        linger_s = 0.0 if left_s is None else max(0.0, left_s) + END_S
+        linger_s = 0.0 if left_s is None else max(0.0, left_s) + bounds.RESIZE_END_S
         how, took_s = self._save(
             call, "preemption", left_s=left_s, took_s=took_s, linger_s=linger_s
         )
@@ -543,7 +534,7 @@ def _make_caller(group: Any) -> Call:
 
     def call(method: str, *arguments: Any) -> list[Any]:
         refs = group.execute_async(of_this_worker, method, *arguments)
-        found: list[Any] = ray_calls.get(refs, timeout=ANSWER_S)
+        found: list[Any] = ray_calls.get(refs, timeout=bounds.WORKER_ANSWER_S)
         return found
 
     return call

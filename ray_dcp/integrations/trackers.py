@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from ray_dcp import events
 from ray_dcp.coordinator.metrics import METRICS, SECONDS, count_end
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.events import Event, contained
@@ -62,8 +63,6 @@ STEP = "ray_dcp/step"
 """The axis of the numbers in W&B."""
 _MOST_WAITING = 1000
 """Events that wait for a slow service; more are dropped. A save has six."""
-_EXIT_S = 5.0
-"""How long the exit of the process waits for a tracker that was not closed, in seconds."""
 
 
 class Tracker:
@@ -81,7 +80,7 @@ class Tracker:
         self._num_dropped = 0
         self._thread = start_thread(self._run, f"ray_dcp {type(self).__name__}")
         self._unsubscribe: Callable[[], None] | None = events.subscribe(self._enqueue)
-        atexit.register(self.close, _EXIT_S)
+        atexit.register(self.close, bounds.TRACKER_END_S)
 
     def record(self, event: Event, at_s: float) -> None:
         """Records an event. Runs in the tracker's thread, in the context of the emitting code.

@@ -45,6 +45,7 @@ from ray_dcp.commit_protocol.job_step import (
     processes_of,
 )
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import begin
 from ray_dcp.core.wire_error import cause_of, from_wire, text_of, to_wire
 from ray_dcp.errors import (
@@ -77,9 +78,6 @@ from ray_dcp.store.environment import StorageVariables
 WATCH_S = 0.5
 """Interval at which Ray's tables are read for processes that ended, in seconds."""
 
-ENDING_S = 2.0
-"""How long a new driver waits for the end of the one before, in seconds. *Why*: Ray's tables show
-a death a moment later, and a job that is restarted at once would be refused."""
 
 UNUSED_S = 60.0
 """How long a coordinator stays that no driver attached to, in seconds."""
@@ -282,7 +280,7 @@ class JobCoordinator:
 
     async def _has_ended(self, process: Caller, at_once: bool) -> bool:
         """Returns whether a process has ended; waits a moment for that, unless `at_once`."""
-        end_s = self._loop.time() + (0.0 if at_once else ENDING_S)
+        end_s = self._loop.time() + (0.0 if at_once else bounds.DRIVER_END_S)
         while process not in await asyncio.to_thread(ray_calls.gone, {process}):
             if self._loop.time() >= end_s:
                 return False

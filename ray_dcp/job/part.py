@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.commit_protocol.job_step import Begun, Event, Failed, Staged
+from ray_dcp.core import bounds
 from ray_dcp.core.wire_error import to_wire
 from ray_dcp.errors import InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.session.call_bound import CallBound
 from ray_dcp.store.location import Location, url_below
-
-TELL_S = 60.0
-"""Deadline of a message to the coordinator, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,12 @@ def check_no_part(value: object, expected: str, way_out: str) -> None:
 
 
 def tell_coordinator(
-    name: str, namespace: str, send: Callable[[Any], Any], *, step: int, timeout_s: float = TELL_S
+    name: str,
+    namespace: str,
+    send: Callable[[Any], Any],
+    *,
+    step: int,
+    timeout_s: float = bounds.JOB_ANSWER_S,
 ) -> Any:
     """Returns the answer of a job's coordinator that must still live.
 

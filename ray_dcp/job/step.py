@@ -10,6 +10,7 @@ from typing import Any
 
 from ray_dcp.commit_protocol.job_step import Phase
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Won
+from ray_dcp.core import bounds
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -20,7 +21,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.job.coordinator import Opened, PartStatus, Status
-from ray_dcp.job.part import TELL_S, Part, check_no_part, tell_coordinator
+from ray_dcp.job.part import Part, check_no_part, tell_coordinator
 from ray_dcp.job.part_value import PartValue
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import check_wait, plain_integer
@@ -41,7 +42,9 @@ class Line:
     nonce: str
     root: Root
 
-    def call(self, send: Callable[[Any], Any], *, step: int, timeout_s: float = TELL_S) -> Any:
+    def call(
+        self, send: Callable[[Any], Any], *, step: int, timeout_s: float = bounds.JOB_ANSWER_S
+    ) -> Any:
         """Returns the coordinator's answer; see `tell_coordinator`."""
         return tell_coordinator(
             self.coordinator, self.namespace, send, step=step, timeout_s=timeout_s
@@ -230,7 +233,7 @@ class JobStep:
         )
         try:
             self._leave(told)
-            self._wait("over", TELL_S, "be given up")
+            self._wait("over", bounds.JOB_ANSWER_S, "be given up")
         except CheckpointError as failed:
             error.add_note(f"When step {self.step} was given up: {failed}")
 
@@ -258,7 +261,7 @@ class JobStep:
         status: Status | None = self._line.call(
             lambda actor: actor.wait.remote(self._opened.attempt, until, wait_s),
             step=self.step,
-            timeout_s=wait_s + TELL_S,
+            timeout_s=wait_s + bounds.JOB_ANSWER_S,
         )
         if status is None:
             raise ParticipantError(

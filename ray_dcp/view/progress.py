@@ -20,6 +20,7 @@ from shutil import get_terminal_size
 from typing import Any, Literal, TextIO
 
 from ray_dcp import events
+from ray_dcp.core import bounds
 from ray_dcp.core.processes import start_thread
 from ray_dcp.core.quantities import seconds_text, size_text
 from ray_dcp.errors import InvalidRequestError, LimitError
@@ -28,8 +29,6 @@ from ray_dcp.view.wording import printable
 TICK_S = 0.1
 LINE_S = 10.0
 """Interval of lines where the output is no terminal, in seconds."""
-LEAVING_S = 1.0
-"""How long the end of an operation waits for the function of the user, in seconds."""
 _BAR = range(10, 41)
 """Lengths of a bar, in characters."""
 _LEAST_S = 1e-6
@@ -405,12 +404,12 @@ class Meter:
         self._outcome = outcome
         self._over.set()
         if self._thread is not None:
-            self._thread.join(LEAVING_S)
+            self._thread.join(bounds.SHOWN_END_S)
         wrong = ""
         if self._error is not None:
             wrong = f"failed: {type(self._error).__name__}: {self._error}"
         elif self._thread is not None and self._thread.is_alive():
-            wrong = f"has not returned for {LEAVING_S:g} s"
+            wrong = f"has not returned for {bounds.SHOWN_END_S:g} s"
         if wrong:
             now = self._now
             events.warn(

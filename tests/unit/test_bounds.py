@@ -13,6 +13,7 @@ import pytest
 from ray_dcp.commit_protocol import liveness
 from ray_dcp.core import bounds
 from ray_dcp.io import lease_holders
+from ray_dcp.job import coordinator
 from ray_dcp.session import heartbeat, socket_transport
 from ray_dcp.stage import stager
 
@@ -111,6 +112,13 @@ def test_each_bound_is_used():
         (3 * heartbeat.TICK_S, bounds.LEFT_TIMEOUT_S),
         (2 * bounds.LEASE_S / lease_holders.BEATS, bounds.LEASE_S),
         (bounds.REFUSED_S, bounds.RETRY_S),
+        # Two calls to all ranks fit while they are held; a driver's death is seen while another
+        # one waits for the answer; replicas wait for less than what they replace.
+        (2 * bounds.WORKER_ANSWER_S, bounds.HOLD_S),
+        (2 * coordinator.WATCH_S, bounds.DRIVER_END_S),
+        (bounds.DRIVER_END_S, bounds.JOB_ANSWER_S),
+        (bounds.REPLICA_STAGED_S, bounds.GROUP_STAGED_S),
+        (bounds.FIRST_ANSWER_S, bounds.RETRY_S),
     ],
 )
 def test_what_must_outlive_another_wait_does(shorter: float, longer: float):

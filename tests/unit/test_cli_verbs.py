@@ -21,9 +21,10 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp import CheckpointManager
-from ray_dcp.cli import output, places, writing
+from ray_dcp.cli import output, writing
 from ray_dcp.cli.listing import changes
 from ray_dcp.cli.main import COMMANDS, main
+from ray_dcp.core import bounds
 from ray_dcp.errors import DamagedCheckpointError, StorageError
 from ray_dcp.io.lease_holders import LeaseHolder
 from ray_dcp.manager import Item
@@ -565,7 +566,7 @@ def test_a_store_that_does_not_answer_is_told_soon(
 ):
     """Not after the minutes for which a save tries again."""
     torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
-    monkeypatch.setattr(places, "ANSWER_S", 2.0)
+    monkeypatch.setattr(bounds, "FIRST_ANSWER_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("REGION", "r"),

@@ -24,6 +24,7 @@ import ray_dcp
 from ray_dcp import Progress
 from ray_dcp.cli.main import main
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import bounds
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
 from ray_dcp.manager import Item
@@ -508,7 +509,7 @@ def test_every_long_operation_reports_how_far_it_is(
 def test_a_function_that_hangs_is_named_and_the_save_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(progress_module, "LEAVING_S", 0.01)
+    monkeypatch.setattr(bounds, "SHOWN_END_S", 0.01)
     over = threading.Event()
     with pytest.warns(UserWarning, match="has not returned for 0.01 s.*itself is not affected"):
         save(tmp_path / "stuck", progress=lambda now: over.wait())

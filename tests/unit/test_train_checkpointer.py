@@ -18,6 +18,7 @@ import torch
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.asynchronous import run_async_save
+from ray_dcp.core import bounds
 from ray_dcp.integrations import ray_train, save_requests
 from ray_dcp.integrations.ray_train import RunFacts, parse, target_of_run
 from ray_dcp.integrations.save_requests import REQUESTS, RequestedSave, SaveRequests, ask_all
@@ -613,7 +614,7 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_asked_or_that_takes_too
     assert one.ask(REQUEST)
     thread.join(180)
     assert found == [REQUEST]
-    monkeypatch.setattr(save_requests, "HOLD_S", 0.01)
+    monkeypatch.setattr(bounds, "HOLD_S", 0.01)
     assert one.hold("b") is not None
     assert one.at(6, 1) is None
     assert not one.ask(RequestedSave("b", "resize", 5))
