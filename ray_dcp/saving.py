@@ -128,11 +128,12 @@ def save(
         "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
     ) as log:
         route = decide_save(planner, writer, checkpoint_id)
+        options = options or SaveOptions()
         session: Session = session_for(process_group, no_dist, options, saves=True)
         part = part_save(checkpoint_id, route, session)
         folder = None
         if route.path != FOREIGN:
-            folder = own_folder(session, target_of(route), route.apply(options or SaveOptions()))
+            folder = own_folder(session, target_of(route), route.apply(options))
         return run_save(
             route,
             session if folder is None else folder.session,
@@ -432,7 +433,7 @@ def session_for(
     Raises:
         CheckpointError: The session can't be created; see `current_session` and `check_alone`.
     """
-    timeout_s = (options or SaveOptions()).plan_timeout_s
+    timeout_s = (options or SaveOptions).plan_timeout_s
     found = current_session(process_group, no_dist, timeout_s)
     if found is None and not no_dist:
         check_alone(saves=saves)

@@ -273,8 +273,9 @@ class CoordinatorLoop:
                     )
                 case Disarm():
                     self._disarm(command.key)
-        for key in self._threads.keys() - set(self._coordination.active):
-            self._threads.pop(key).end()
+        for key in [*self._threads]:
+            if key not in self._coordination.active:
+                self._threads.pop(key).end()
         for key in [*self._watching]:
             if self._coordination.outcome(key) is not None:
                 self._watching.pop(key).set_result(None)

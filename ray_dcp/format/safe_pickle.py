@@ -316,7 +316,10 @@ class PickleWriter:
 
     def text(self, value: str) -> bytes:
         """Returns the opcodes that push a text, remembered once."""
-        return _reference(self.text_indices((value,))[0])
+        index = self._texts.get(value)
+        if index is None:
+            index = self._texts[value] = self.remember(pickled_text(value))
+        return _reference(index)
 
     def name(self, module: str, qualname: str) -> bytes:
         """Returns the opcodes that push a class or function, remembered once."""

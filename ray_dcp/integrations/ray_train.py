@@ -64,7 +64,7 @@ from ray_dcp.saving import session_for
 from ray_dcp.session import ray_calls
 from ray_dcp.session.inline_transport import session_alone
 from ray_dcp.session.ray_calls import TESTED
-from ray_dcp.session.ray_transport import ray_session
+from ray_dcp.session.ray_transport import RayTransport
 from ray_dcp.session.session import Session
 from ray_dcp.stage.memory_tier import NodeMemory
 from ray_dcp.store.location import Location, split_url
@@ -641,7 +641,7 @@ def join(
         if owns:
             # Why with Ray even for one rank: its node agent keeps staged saves if the worker is
             # killed.
-            session = ray_session(f"train-{facts.name}-{word}", 0, 1)
+            session = RayTransport(f"train-{facts.name}-{word}", 0, 1).join()
         return JoinedGroup(
             writer or Writer(root, settings),
             settings,

@@ -38,7 +38,7 @@ from ray_dcp.integrations.ray_train import (
 )
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.settings import Settings
-from ray_dcp.session.ray_transport import RayTransport, ray_session
+from ray_dcp.session.ray_transport import RayTransport
 from ray_dcp.session.session import Session
 from ray_dcp.store.opening import absolute_target
 
@@ -116,7 +116,7 @@ class Replicas(JoinedGroup):
         if session is None:
             number = quorum.ranks.index(self.facts.rank)
             name, actor = f"{_actor_of(self.facts)}/{quorum.session}", _actor_of(self.facts)
-            session = ray_session(name, number, len(quorum.ranks), actor=actor)
+            session = RayTransport(name, number, len(quorum.ranks), actor=actor).join()
             self._sessions[quorum.session] = session
         self.session = session
         if session.rank == 0 and not self._leads:

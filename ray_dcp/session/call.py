@@ -60,6 +60,9 @@ class Call:
         (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))
     """
 
+    _options: SaveOptions | LoadOptions = SaveOptions()
+    """Of the operation that began last, whose deadlines bound how long an answer may take."""
+
     def __init__(
         self,
         session: Session,
@@ -74,7 +77,6 @@ class Call:
         self._seq: int | None = None
         self._session = session
         self._timeout_s = timeout_s
-        self._options: SaveOptions | LoadOptions = SaveOptions()
         self._report: _Reported | None = None
 
     def next_key(self) -> OpKey:

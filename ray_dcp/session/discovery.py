@@ -94,7 +94,7 @@ def connect(
     lease_s = check_above_0(lease_s, "lease_s")
     check_connect(address, rank, world_size, name)
     from ray_dcp.session.ray_cluster import attach_named
-    from ray_dcp.session.ray_transport import RayTransport, ray_session
+    from ray_dcp.session.ray_transport import RayTransport
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -106,14 +106,10 @@ def connect(
     place = RayTransport(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
     with connect_announced():
         generation = place.enter(secrets.token_hex(8), timeout_s)
-    session = ray_session(
-        f"{shared}/{generation}",
-        rank,
-        world_size,
-        actor=shared,
-        namespace=namespace,
-        lease_s=lease_s,
-    )
+    name = f"{shared}/{generation}"
+    session = RayTransport(
+        name, rank, world_size, actor=shared, namespace=namespace, lease_s=lease_s
+    ).join()
     sessions.explicit, session.on_close = session, _end_connect
     return session
 
@@ -295,8 +291,8 @@ def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
     if world_size == 1:
         return None
     invite = partial(_invite, dist, group)
-    call, error = result_or_error(invite, "using Ray", 0) if rank == 0 else (None, None)
-    box: list[Any] = [call or error]
+    invited, error = result_or_error(invite, "using Ray", 0) if rank == 0 else (None, None)
+    box: list[Any] = [invited or error]
     root = dist.get_global_rank(group, 0)
     run = partial(_run_collective, dist.get_rank(), timeout_s)
     run(partial(dist.broadcast_object_list, box, src=root, group=group))
@@ -308,8 +304,8 @@ def _make(dist: Any, group: Any, timeout_s: float) -> Session | None:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
     run(partial(dist.all_gather_object, errors, error, group=group))
-    if rank == 0 and isinstance(call, _Invite) and call.address is None:
-        forget_key(call.name)
+    if rank == 0 and isinstance(invited, _Invite) and invited.address is None:
+        forget_key(invited.name)
     failed = {index: found for index, found in enumerate(errors) if found is not None}
     if failed:
         if session is not None:
@@ -350,14 +346,14 @@ def _invite(dist: Any, group: Any) -> _Invite:
     return _Invite(name, attach_named(None))
 
 
-def _join_session(call: _Invite, rank: int, world_size: int, timeout_s: float) -> Session:
-    if call.address is None:
-        return join_by_store(job_store(timeout_s), call.name, rank, world_size)
+def _join_session(invite: _Invite, rank: int, world_size: int, timeout_s: float) -> Session:
+    if invite.address is None:
+        return join_by_store(job_store(timeout_s), invite.name, rank, world_size)
     from ray_dcp.session.ray_cluster import attach
-    from ray_dcp.session.ray_transport import ray_session
+    from ray_dcp.session.ray_transport import RayTransport
 
-    attach(call.address)
-    return ray_session(call.name, rank, world_size)
+    attach(invite.address)
+    return RayTransport(invite.name, rank, world_size).join()
 
 
 def _train_session() -> Session | None:
@@ -375,11 +371,11 @@ def _train_session() -> Session | None:
         if not known:
             from ray.train.collective import broadcast_from_rank_zero
 
-            from ray_dcp.session.ray_transport import ray_session
+            from ray_dcp.session.ray_transport import RayTransport
 
             rank, world_size, experiment = ranks
             word = broadcast_from_rank_zero(secrets.token_hex(8))
-            made = ray_session(f"train-{experiment}-{word}", rank, world_size)
+            made = RayTransport(f"train-{experiment}-{word}", rank, world_size).join()
             sessions.set(_TrainGroup, made)
             return made
     return session
@@ -404,7 +400,7 @@ def session_in_ray(
     if ray is None or not ray.is_initialized():
         return None
     from ray_dcp.session import ray_calls
-    from ray_dcp.session.ray_transport import ray_session
+    from ray_dcp.session.ray_transport import RayTransport
 
     if not ray_calls.is_on_a_node():
         return None
@@ -423,7 +419,7 @@ def session_in_ray(
             if session is None or not is_used(session):
                 del _alone[name]  # which closes the session, below
                 ray_calls.before_shutdown.pop(name, None)
-        made = ray_session(f"{shared}/{secrets.token_hex(8)}", 0, 1, actor=shared)
+        made = RayTransport(f"{shared}/{secrets.token_hex(8)}", 0, 1, actor=shared).join()
         ray_calls.before_shutdown[shared] = partial(wait_until_ended, made)
         sessions.set(alone, made)
         return made

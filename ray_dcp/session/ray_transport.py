@@ -86,14 +86,15 @@ class RayTransport(HeartbeatTransport):
         """See `Transport.caller`."""
         return self._caller
 
-    def register(self) -> None:
-        """Registers this rank with the coordinator, which then detects its death.
+    def join(self) -> Session:
+        """Registers this rank, so that the coordinator detects its death; returns its session.
 
         Raises:
             ParticipantError: The coordinator is out of reach.
         """
         bound = CallBound(bounds.MARGIN_S)
         self.ask("register", self.session, self.rank, self.caller, bound=bound)
+        return Session(self)
 
     def call(self, request: Request, silence_s: float | None, bound: CallBound) -> Reply:
         """See `Transport.call`."""
@@ -306,32 +307,3 @@ class RayTransport(HeartbeatTransport):
                 "takes its place: call again; raise heartbeat_timeout_s if such pauses are normal"
             )
         return Silence("frozen", why)
-
-
-def ray_session(
-    name: str,
-    rank: int,
-    world_size: int,
-    *,
-    actor: str | None = None,
-    namespace: str = NAMESPACE,
-    lease_s: float = bounds.ACTOR_LEASE_S,
-) -> Session:
-    """Returns a new session over an actor, which knows this rank.
-
-    Args:
-        name: As for `RayTransport`.
-        rank: As for `RayTransport`.
-        world_size: As for `RayTransport`.
-        actor: As for `RayTransport`.
-        namespace: As for `RayTransport`.
-        lease_s: As for `RayTransport`.
-
-    Raises:
-        ParticipantError: The coordinator is out of reach.
-    """
-    transport = RayTransport(
-        name, rank, world_size, actor=actor, namespace=namespace, lease_s=lease_s
-    )
-    transport.register()
-    return Session(transport)

@@ -138,6 +138,8 @@ class Route:
         Args:
             options: What the caller passed, or the defaults.
         """
+        if not self.options:
+            return options
         default = type(options)()
         unset = {
             name: value

@@ -26,7 +26,6 @@ from ray_dcp.place.outcome import outcome
 from ray_dcp.rank.rank_load import drive
 from ray_dcp.session.call import Call
 from ray_dcp.session.ray_transport import RayTransport
-from ray_dcp.session.ray_transport import ray_session as registered_session
 from ray_dcp.session.session import Session
 from ray_dcp.store.opening import open_storage
 from tests.support.arrays import ArrayCapture, state_of
@@ -68,7 +67,7 @@ class Other:
     """The last rank, in a process that may be hit when its bytes begin to be written."""
 
     def ready(self, name: str, rank: int, world_size: int) -> int:
-        self.session = registered_session(name, rank, world_size)
+        self.session = RayTransport(name, rank, world_size).join()
         return os.getpid()
 
     def save(self, path: str, blow: int, heartbeat_s: float):

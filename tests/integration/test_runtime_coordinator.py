@@ -126,7 +126,7 @@ def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
 def test_a_coordinator_stays_for_ranks_that_live_and_leaves_with_the_last_of_them():
     sessions = fresh_sessions(2, lease_s=1.0)
     for each in sessions:
-        each._transport.register()
+        each._transport.join()
     pid = sessions[0].coordinator_info()["pid"]
     sessions[0].close()
     assert not eventually(lambda: not lives(pid), 4)
@@ -157,7 +157,7 @@ class Victim:
     """Rank 1 of 2, which dies before it calls."""
 
     def register(self, name: str) -> int:
-        RayTransport(name, 1, 2).register()
+        RayTransport(name, 1, 2).join()
         return os.getpid()
 
 

@@ -12,7 +12,7 @@ import sys
 
 import ray
 
-from ray_dcp.session.ray_transport import ray_session
+from ray_dcp.session.ray_transport import RayTransport
 from tests.integration.test_heartbeats import try_save
 from tests.support.storages import Gate
 
@@ -20,7 +20,7 @@ from tests.support.storages import Gate
 def main(address: str, name: str, rank: str, world_size: str, path: str) -> None:
     """Saves until the interrupt."""
     ray.init(address, log_to_driver=False, configure_logging=False, namespace="interrupted")
-    session = ray_session(name, int(rank), int(world_size))
+    session = RayTransport(name, int(rank), int(world_size)).join()
     print("ready", flush=True)
     sys.stdin.readline()
     # A shell that starts us in the background has SIGINT ignored.
