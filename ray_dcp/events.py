@@ -1,4 +1,4 @@
-"""Events of saves and loads on each rank, as frozen values, and their log.
+"""Events of a save or load on each rank, as frozen values, with their log.
 
 To receive events, call `subscribe`, or add a handler to the logger `ray_dcp.events` and read
 `record.event`, a JSON-serializable dict. The end of a save or load on rank 0 is logged at INFO (one

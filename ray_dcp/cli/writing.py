@@ -267,7 +267,7 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     check_no_step(target, "target")
     is_run, found = addresses_of(source)
     if is_run:
-        found = [one for one in found if not _is_below(one.place, target, source)]
+        found = _not_below(found, target, source)
         if not found:
             raise InvalidRequestError(
                 f"expected steps to copy in {source}, found only those in the target {target}: "
@@ -318,13 +318,15 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         sys.exit(2 if is_unread and not damages else 1)
 
 
-def _is_below(place: AnyPlace, target: str, source: str) -> bool:
-    """Returns whether a step of a run lies in the target of the run's copy, and not the run itself.
+def _not_below(steps: Sequence[Address], target: str, source: str) -> list[Address]:
+    """Returns the steps of a run that do not lie in the target of its copy.
 
     Symbolic links and other spellings of one place are the same place.
     """
-    step, to, run = (_real(one) for one in (place, target, source))
-    return to != run and step.startswith(f"{to}/") and to.startswith(f"{run}/")
+    to, run = _real(target), _real(source)
+    if not to.startswith(f"{run}/"):
+        return [*steps]
+    return [one for one in steps if not _real(one.place).startswith(f"{to}/")]
 
 
 def _real(place: AnyPlace) -> str:
@@ -374,7 +376,7 @@ class _Copy:
                 self.state = "there"
                 return
             with still_there(view):
-                self.num_files, self.num_bytes = _count_files(view)
+                self.num_files, self.num_bytes = _count_files(view, folders[1:])
             if not is_left:
                 check_writable(open_storage(self._target))
 
@@ -489,11 +491,10 @@ def _copy_result(value: dict[str, Any], copies: Sequence[_Copy]) -> dict[str, An
     return {**value, **{name: states[state] for name, state in counts.items()}}
 
 
-def _count_files(view: CheckpointView) -> tuple[int, int]:
-    """Returns the number of files and bytes of a checkpoint with its items."""
+def _count_files(view: CheckpointView, folders: Sequence[str]) -> tuple[int, int]:
+    """Returns the number of files and bytes of a checkpoint with the items in its folders."""
     from ray_dcp.transform.copying import plan_copy
 
-    folders = items_of(view.storage, view.checkpoint)
     items = [read_view(place_below(view.place or view.url, one)) for one in folders]
     plans = [plan_copy(one.storage, one.checkpoint) for one in (view, *items)]
     return sum(plan.num_files for plan in plans), sum(plan.num_bytes for plan in plans)

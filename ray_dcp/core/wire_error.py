@@ -1,4 +1,4 @@
-"""The wire form of an error: a `CheckpointError` that any process of a job can unpickle and raise.
+"""The wire form of an error: a `CheckpointError` that any process of a job can raise.
 
 A rank, a stager or the coordinator makes it by `to_wire` where an exception ends its work, and a
 message or an actor's answer carries it; who receives it raises what `from_wire` returns.

@@ -1,4 +1,4 @@
-"""The info that a `CheckpointManager` stores beside a step's checkpoint, and its catalogue.
+"""The info that a `CheckpointManager` stores beside a step's checkpoint, with its catalogue.
 
 Each file is one canonical JSON object with a digest of its content. Names relate an info to its
 commit: the info written at slot P belongs to the first manifest above P.

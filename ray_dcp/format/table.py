@@ -497,7 +497,7 @@ def with_places(
     Args:
         table: The table that all saves of the plan share, with all chunks of a file or none.
         manifest: Manifest of the attempt.
-        deferred: Which deferred chunks `table` contains; None means all.
+        deferred: Which deferred chunks `table` contains; None means all, as of `decode_table`.
 
     Returns:
         The table. Checksums at the end of data files are 0 in it, and are filled in later
@@ -528,7 +528,14 @@ def with_places(
     # Why zeros: the system allocates memory only once it is written to.
     checks = np.zeros(int(check_start[-1]), np.uint64)
     whole = replace(whole, check_start=check_start, checks=checks)
-    check_table(whole)
+    if deferred is not None:
+        check_table(whole)
+        return whole
+    # Why not all again: the rest is as `decode_table` has checked it.
+    check_file_keys(whole.files)
+    if len(set(whole.files)) != len(whole.files):
+        raise damaged("each file once", "one twice")
+    _check_places(whole)
     return whole
 
 

@@ -1,4 +1,4 @@
-"""`TrainerSteps`: the steps of a verl trainer, saved and resumed by its driver.
+"""`TrainerSteps`: the steps of a verl trainer, which its driver saves.
 
 A step has the parts `actor`, `critic` and `data` (the state of the data loader), and is committed
 by one record: all of them, or none. It lies in the folder `global_step_N` of the trainer's

@@ -1,4 +1,4 @@
-"""`JobCoordinator`: the actor that commits the steps of a run, and that no trainer owns.
+"""`JobCoordinator`: the actor, owned by no trainer, that commits the steps of a run.
 
 There is one for a run in a cluster, detached. It holds the run's writer lease, follows the parts of
 the steps that are being saved, and creates the record of each. It belongs to one driver at a time,

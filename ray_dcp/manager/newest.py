@@ -1,4 +1,4 @@
-"""`load_newest`: the newest checkpoint of a run that can be loaded, and that is trusted."""
+"""`load_newest`: the newest trusted checkpoint of a run that can be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer lease: one process at a time writes to a root, and one that lost it finds out.
+"""The writer lease: one process at a time writes to a root; one that lost it finds out.
 
 It is a numbered file that is created only if absent; the file with the highest number is the lease.
 A process that wants the lease checks the current holder first. If the holder is alive, the process

@@ -1,4 +1,4 @@
-"""The id of an attempt: new for each save, copy and deletion."""
+"""The id of an attempt: new for each save, copy or deletion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local folders of Ray Train workers: saves to their own, which Ray Train merges, and loads.
+"""Local folders of Ray Train workers: each saves to its own, which Ray Train merges.
 
 Ray's own examples save so: each worker gives `save` a temporary folder, and reports it with
 `Checkpoint.from_directory`. Ray Train uploads all folders to one place.

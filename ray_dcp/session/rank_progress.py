@@ -1,4 +1,4 @@
-"""`RankProgress`: how far a save or load of one rank is, and whether it has to stop.
+"""`RankProgress`: how far a save or load of one rank is, with its order to stop.
 
 The thread that saves or loads, and its storage, fill it in; the heartbeat sender, events and
 reports read it.

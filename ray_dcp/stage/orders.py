@@ -1,4 +1,4 @@
-"""Messages about staged bytes, between a rank and a stager, as frozen values.
+"""Messages of a rank to a stager about staged bytes, as frozen values.
 
 Unpickling them needs neither torch nor ray.
 """

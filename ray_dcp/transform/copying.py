@@ -353,6 +353,9 @@ def is_copied(source: Storage, checkpoint: Checkpoint, target: Storage) -> bool:
     Complexity:
         By the digests in the manifests; what ray_dcp did not write is read and compared.
     """
+    # Why first: a place without files is asked once, and not for each kind of checkpoint.
+    if not target.list():
+        return False
     try:
         there = read_checkpoint(target, checks_later=True)
         plan = plan_copy(target, there)

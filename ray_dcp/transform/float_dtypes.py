@@ -1,4 +1,4 @@
-"""The floating-point dtypes to which exports and imports convert."""
+"""The floating-point dtypes to which an export or import converts."""
 
 from __future__ import annotations
 
