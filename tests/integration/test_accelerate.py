@@ -108,11 +108,23 @@ def orders(loader: Any) -> list[list[int]]:
     return [torch.cat(list(loader)).tolist() for _ in range(2)]
 
 
+def scaled_step(accelerator: Any, model: torch.nn.Module, factor: float) -> None:
+    """Steps with gradients of the scaler, which leave the weights as they are."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    accelerator.backward(sum(each.sum() for each in model.parameters()) * factor)
+    accelerator.scaler.step(optimizer)
+    accelerator.scaler.update()
+    optimizer.zero_grad()
+
+
 def test_all_that_is_registered_comes_back_with_epochs_hooks_and_objects(tmp_path: Path):
     accelerator, models, loader = prepared(tmp_path, seed=1)
     average = AveragedModel(models[1])
     accelerator.register_for_checkpointing(Words("a", "b", "c"), average)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (float("inf"), 1.0):  # The first step is skipped, and halves the scale.
+        scaled_step(accelerator, models[0], factor)
+    assert accelerator.scaler.get_scale() == 4.0
     orders(loader)
 
     def save(given: list[Any], states: list[Any], folder: str) -> None:
@@ -136,7 +148,9 @@ def test_all_that_is_registered_comes_back_with_epochs_hooks_and_objects(tmp_pat
     load_state(other)
     assert words.words == ["a", "b", "c"]
     assert weights([loaded.module]) == weights([average.module])
-    assert other.scaler.get_scale() == 8.0
+    assert other.scaler.state_dict() == accelerator.scaler.state_dict()
+    scaled_step(other, found[0], float("inf"))
+    assert other.scaler.get_scale() == 2.0
     assert weights(found) == weights(models)
     assert orders(again) == expected[0]
     assert torch.equal(torch.rand(3), expected[1])
