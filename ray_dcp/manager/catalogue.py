@@ -9,32 +9,24 @@ a folder are read again only if that slot has changed since an earlier scan.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
-from ray_dcp.format.names import (
-    CATALOGUE,
-    READING,
-    SHARED_FOLDER,
-    StepNames,
-    marked_damaged,
-    tags_in,
-)
-from ray_dcp.format.recorded_metrics import latest_values, recorded_in
-from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, encode_catalogue, info_slot
+from ray_dcp.format.manifest import Manifest, slot_of
+from ray_dcp.format.names import CATALOGUE, SHARED_FOLDER, StepNames
+from ray_dcp.format.step_info import CatalogueRow, encode_catalogue, info_slot
 from ray_dcp.io.announced_deletions import fence
 from ray_dcp.io.records import highest_record, info_below, read_slots
 from ray_dcp.manager.retention import Order, StepFacts, Trust, age_in
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import Storage, read_if_there
+from ray_dcp.store.storage import Storage
 from ray_dcp.view.run_listing import OUR_FILE, folders_in, look_into
+from ray_dcp.view.shared_files import SharedFiles, read_catalogue_rows
 
 FOLDER = SHARED_FOLDER
 Opener = Callable[[Target], Storage]
@@ -80,8 +72,6 @@ class Root:
         """
         return fence(self.shared, self.open, reason, step)
 
-
-_LEASE = re.compile(rf"{READING}(\d{{1,18}})\..+")
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +123,12 @@ class Catalogue:
     """Committed steps, ascending."""
     folders: dict[str, StepFound] = field(default_factory=dict)
     """Committed steps by folder name. If a step has two folders, `steps` has one of them."""
-    tags: dict[int, frozenset[str]] = field(default_factory=dict)
+    tags: Mapping[int, frozenset[str]] = field(default_factory=dict)
     recorded: Mapping[tuple[int, str], Mapping[str, float]] = field(default_factory=dict)
     """Metrics that were recorded after the save, by step and attempt."""
     leftovers: dict[str, int] = field(default_factory=dict)
     """Step numbers of folders, by name, in which ray_dcp left files but committed nothing."""
-    read_by: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    read_by: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Keys of the reader leases on each step, in the shared folder."""
     marks: frozenset[tuple[int, str]] = frozenset()
     """Step and attempt of each damage mark."""
@@ -219,19 +209,15 @@ def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catal
         One listing; one or two small reads for each step that is neither in `before` nor in the
         catalogue file.
     """
-    known = _read_catalogue(root, names) if before is None else before.folders
     storage = root.storage
     folders = folders_in(storage)
     folders.pop("", None)
-    shared = folders.pop(FOLDER, [])
+    keys = folders.pop(FOLDER, [])
+    known = before.folders if before is not None else _read_known(root, names, keys)
+    shared = SharedFiles.of(keys)
     found = Catalogue(
-        tags=tags_in(shared),
-        recorded=latest_values(recorded_in(shared)),
-        marks=marked_damaged(shared),
+        tags=shared.tags, recorded=shared.recorded, marks=shared.marks, read_by=shared.read_by
     )
-    for lease in filter(None, map(_LEASE.fullmatch, shared)):
-        is_read = int(lease[1])
-        found.read_by[is_read] = (*found.read_by.get(is_read, ()), lease[0])
     numbered = ((names.step_of(name), name) for name in sorted(folders))
     looked = [
         _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
@@ -277,18 +263,13 @@ def write_catalogue(root: Root, catalogue: Catalogue) -> None:
     root.shared.write(CATALOGUE, encode_catalogue(rows))
 
 
-def _read_catalogue(root: Root, names: StepNames) -> dict[str, StepFound]:
-    """Returns the rows of the catalogue file by folder; empty if it can't be read."""
-    try:
-        data = read_if_there(root.shared, CATALOGUE, MAX_RECORD_BYTES)
-        rows = [] if data is None else decode_catalogue(data)
-    except DamagedCheckpointError as error:
-        logger.info("The catalogue of %s is not used: %s", root.url, error)
-        return {}
+def _read_known(root: Root, names: StepNames, keys: Collection[str]) -> dict[str, StepFound]:
+    """Returns the steps in the catalogue file, by folder."""
+    rows = read_catalogue_rows(root.shared, "", keys)
     return {
-        row.name: StepFound(**vars(row), step=step)
-        for row in rows
-        if (step := names.step_of(row.name)) is not None
+        name: StepFound(**vars(row), step=step)
+        for name, row in rows.items()
+        if (step := names.step_of(name)) is not None
     }
 
 

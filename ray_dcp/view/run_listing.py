@@ -24,25 +24,18 @@ from ray_dcp.commit_protocol.garbage import attempts_of
 from ray_dcp.core.processes import collector_paused, run_tasks
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
-from ray_dcp.format.names import (
-    CATALOGUE,
-    MAX_NOTE_BYTES,
-    SHARED_FOLDER,
-    marked_damaged,
-    noted_step,
-    tags_in,
-)
-from ray_dcp.format.recorded_metrics import latest_values, recorded_in
+from ray_dcp.format.manifest import Manifest, slot_of
+from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
-from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
-from ray_dcp.format.verdicts import trusted_by, verdict_in
+from ray_dcp.format.step_info import CatalogueRow, info_slot
+from ray_dcp.format.verdicts import verdict_in
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_info, read_slots
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import NETWORK_DISK, Entry, Storage, read_if_there, read_traits_of
+from ray_dcp.view.shared_files import SharedFiles, read_catalogue_rows, read_notes
 
 T = TypeVar("T")
 
@@ -353,19 +346,13 @@ class ListedCheckpoint:
 
 
 @dataclass(frozen=True)
-class _SharedFiles:
-    """Content of the folder `.manager` of a run."""
+class _RunFiles:
+    """What the folder `.manager` of a run has about its steps."""
 
-    tags: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    shared: SharedFiles = field(default_factory=SharedFiles)
     notes: Mapping[int, str] = field(default_factory=dict)
     rows: Mapping[str, CatalogueRow] = field(default_factory=dict)
-    """Rows of the catalogue file, by folder. They only save reads."""
-    recorded: Mapping[tuple[int, str], Mapping[str, float]] = field(default_factory=dict)
-    """Metrics that were recorded after the save, by step and attempt."""
-    marks: frozenset[tuple[int, str]] = frozenset()
-    """Step and attempt of each damage mark."""
-    trust: str = ""
-    """Name by which steps are trusted."""
+    """Rows of the catalogue file, by folder."""
 
 
 def list_checkpoints(
@@ -410,7 +397,7 @@ def list_checkpoints(
             # Why: a folder in a checkpoint is an item of a step, even if its name ends in a number.
             steps = [above for above in folders_above(item[0]) if above in checkpoints]
             run = (steps[-1] if steps else item[0]).rpartition("/")[0]
-            files = shared.get(run, _SharedFiles())
+            files = shared.get(run, _RunFiles())
             try:
                 found.append(_list_one(storage, root, *item, files, run, is_item=bool(steps)))
             except StorageError as error:
@@ -584,9 +571,7 @@ def _unreadable(directory: str, run: str, why: str, num_bytes: int = 0) -> Liste
     return ListedCheckpoint(name, step, "unreadable", num_bytes, None, None, why, run=run)
 
 
-def _read_shared(
-    storage: Storage, directories: dict[str, dict[str, int]]
-) -> dict[str, _SharedFiles]:
+def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> dict[str, _RunFiles]:
     """Removes the folder `.manager` of each run from a listing; returns its content, by run."""
     keys: dict[str, list[str]] = {}
     for directory in list(directories):
@@ -594,26 +579,13 @@ def _read_shared(
         if shared:
             names = directories.pop(directory)
             keys.setdefault(run.lstrip("/"), []).extend(below + name for name in names)
-    return {run: _read_shared_of(storage, run, some) for run, some in keys.items()}
-
-
-def _read_shared_of(storage: Storage, run: str, keys: Sequence[str]) -> _SharedFiles:
-    """Returns what the folder `.manager` of a run has about steps."""
-    notes: dict[int, str] = {}
-    rows: dict[str, CatalogueRow] = {}
-    folder = f"{run}/{SHARED_FOLDER}" if run else SHARED_FOLDER
-    for key in keys:
-        noted = noted_step(key)
-        if noted is not None:
-            data = read_if_there(storage, f"{folder}/{key}", MAX_NOTE_BYTES) or b""
-            notes[noted] = data.decode("utf-8", "replace")
-        elif key == CATALOGUE:
-            data = read_if_there(storage, f"{folder}/{key}", MAX_RECORD_BYTES) or b""
-            with suppress(DamagedCheckpointError):
-                rows = {row.name: row for row in decode_catalogue(data)}
-    tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
-    recorded = latest_values(recorded_in(keys))
-    return _SharedFiles(tags, notes, rows, recorded, marked_damaged(keys), trusted_by(keys))
+    found = {}
+    for run, some in keys.items():
+        folder = f"{run}/{SHARED_FOLDER}/" if run else f"{SHARED_FOLDER}/"
+        notes = read_notes(storage, folder, some)
+        rows = read_catalogue_rows(storage, folder, some)
+        found[run] = _RunFiles(SharedFiles.of(some), notes, rows)
+    return found
 
 
 def folders_above(path: str) -> Iterator[str]:
@@ -628,7 +600,7 @@ def _list_one(
     root: AnyPlace,
     directory: str,
     files: Mapping[str, int],
-    shared: _SharedFiles,
+    of_run: _RunFiles,
     run: str,
     *,
     is_item: bool,
@@ -637,7 +609,7 @@ def _list_one(
     name_in_run = directory.removeprefix(f"{run}/")
     slot, found, files = _read_state(storage, root, directory, files)
     manifest, detail = found.manifest, found.detail
-    info, row = None, shared.rows.get(name_in_run)
+    shared, info, row = of_run.shared, None, of_run.rows.get(name_in_run)
     if manifest is not None and row is not None and row.attempt == manifest.attempt:
         info = row.info
     elif manifest is not None:
@@ -669,8 +641,8 @@ def _list_one(
         created_s=manifest.created_s if manifest else None,
         detail=detail,
         in_flight=found.in_flight,
-        tags=() if number is None else shared.tags.get(number, ()),
-        note="" if number is None else shared.notes.get(number, ""),
+        tags=() if number is None else tuple(sorted(shared.tags.get(number, ()))),
+        note="" if number is None else of_run.notes.get(number, ""),
         is_marked_damaged=is_marked,
         manifest=manifest,
         run=run,
