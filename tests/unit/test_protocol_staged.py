@@ -565,6 +565,7 @@ class Actor(Coordinator):
         self._called, self._resumed = asyncio.Event(), asyncio.Event()
         self._resumed.set()
         self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
+        self._threads = {}
         self._beats, self._ack = {}, HeartbeatAck("id", 0, "pid 1")
         self._performing = []
         nothing = lambda *_: None  # noqa: E731
