@@ -280,6 +280,17 @@ def test_no_order_deletes_a_step_that_is_read_without_force(manage):
     assert manager.rewind(5) == [10]
 
 
+def test_retention_keeps_a_step_whose_reader_came_before_the_deletion(manage):
+    manager = manage(1, 2)
+    for step in (10, 20):
+        manager.save(step, state(step))
+    with manager.reading(10):
+        for step in (30, 40):
+            manager.save(step, state(step))
+        manager.join()
+        assert manager.all_steps() == [10, 30, 40]
+
+
 def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_saved(manage):
     manager = manage(1, 2, order="any")
     for step in (30, 10, 20, 10, 5):
