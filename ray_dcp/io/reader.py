@@ -750,7 +750,7 @@ def prepare_reads(
         name: getattr(read_plan, name)[usable] for name in ("chunk", "wanted", "offset", "size")
     }
     geo = geometry(table, wanted, replace(read_plan, **columns), place, options.verify)
-    cost = read_cost(storage)
+    cost = read_cost(storage, table.files)
     jobs, parts = make_jobs(geo, len(wanted), cost)
     # Why one part more: `done` must never be called for these rows.
     parts[read_plan.wanted[~usable]] += 1
@@ -758,13 +758,23 @@ def prepare_reads(
     return Prepared(table, read_plan, wanted, geo, jobs, parts, frozenset(opaque), cost)
 
 
-def read_cost(storage: Storage) -> ReadCost:
-    """Returns the cost of reads from a storage, by its `read_traits` and `request_bytes`."""
+def read_cost(storage: Storage, files: Sequence[str]) -> ReadCost:
+    """Returns the cost of reads from a storage, by its `read_traits` and `request_bytes`.
+
+    Args:
+        storage: Storage of the files.
+        files: Keys of the files that may be read.
+    """
     traits = read_traits_of(storage)
     usual = 0 if traits.cached else _FAR_REQUEST_BYTES
     request_bytes = getattr(storage, "request_bytes", usual)
-    # Why not on a network filesystem: other machines may truncate a file whose pages are mapped.
-    maps = traits == LOCAL_DISK and getattr(storage, "map_range", None) is not None
+    # Why so few: a file that is truncated while its pages are mapped ends the process. Other
+    # machines may do that on a network filesystem, and stock DCP saves over its own files.
+    maps = (
+        traits == LOCAL_DISK
+        and getattr(storage, "map_range", None) is not None
+        and all(key.endswith(".safetensors") for key in files)
+    )
     return ReadCost(traits.request_s, traits.bytes_per_s, request_bytes, maps)
 
 

@@ -183,7 +183,7 @@ def preview_reshard(
     objects_bytes = int(table.item_bytes[objects].sum())
     width = itemsize[np.maximum(table.dtype[tensors], 0)]
     place = _places(table)
-    cost = read_cost(storage)
+    cost = read_cost(storage, table.files)
     ranks, lacking = [], set[int]()
     for rank in range(target.num_ranks):
         offset, size = _held_by(rank, target, table.shape[tensors], table.ndim[tensors])

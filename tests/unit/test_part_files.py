@@ -277,9 +277,18 @@ def test_scratch_memory_stays_within_its_limit(memory, monkeypatch):
     assert len(peaks) >= array.nbytes // limit
 
 
+MODEL = "model.safetensors"
+
+
+def as_model(storage, table):
+    """Returns the table of the same file under the name of one that nobody saves over."""
+    os.rename(os.path.join(storage.url, KEY), os.path.join(storage.url, MODEL))
+    return replace(table, files=(MODEL,))
+
+
 def test_columns_that_nothing_verifies_are_copied_from_the_pages_of_the_file(storage, monkeypatch):
     array = random_array(1000, 1000)
-    table, peaks = written(storage, [array]), scratch_peaks(monkeypatch)
+    table, peaks = as_model(storage, written(storage, [array])), scratch_peaks(monkeypatch)
     box = (0, (3, 500), (990, 400))
     sink, stats = read(storage, table, wanted_of(box), verify="never", num_threads=2)
     assert sink.buffers[0] == np.ascontiguousarray(array[3:993, 500:900]).tobytes()
@@ -291,20 +300,26 @@ def test_columns_that_nothing_verifies_are_copied_from_the_pages_of_the_file(sto
     assert len(peaks) > 0
 
 
-@pytest.mark.parametrize("reason", ["an old kernel", "a wrapper that changes what is read"])
+@pytest.mark.parametrize(
+    "reason", ["an old kernel", "a wrapper that changes what is read", "a file that is saved over"]
+)
 def test_columns_are_read_where_the_pages_of_the_file_can_not_be_mapped(
     storage, monkeypatch, reason
 ):
     array = random_array(1000, 1000)
     table, used = written(storage, [array]), storage
+    peaks = scratch_peaks(monkeypatch)
+    if reason != "a file that is saved over":
+        table = as_model(storage, table)
     if reason == "an old kernel":
         monkeypatch.setattr(local, "_POPULATE_READ", 1 << 20)
-    else:
+    elif reason == "a wrapper that changes what is read":
         used = Inverted(storage)
         array = np.frombuffer((~np.frombuffer(array.tobytes(), np.uint8)).tobytes(), "<u4")
         array = array.reshape(1000, 1000)
     sink, _ = read(used, table, wanted_of((0, (0, 500), (1000, 400))), verify="never")
     assert sink.buffers[0] == np.ascontiguousarray(array[:, 500:900]).tobytes()
+    assert len(peaks) > 0
 
 
 class Inverted(StorageWrapper):
@@ -315,8 +330,8 @@ class Inverted(StorageWrapper):
 
 def test_a_file_that_is_cut_off_before_its_pages_are_mapped_is_damaged(storage):
     array = random_array(1000, 1000)
-    table = written(storage, [array])
-    os.truncate(os.path.join(storage.url, KEY), array.nbytes // 2)
+    table = as_model(storage, written(storage, [array]))
+    os.truncate(os.path.join(storage.url, MODEL), array.nbytes // 2)
     with pytest.raises(errors.DamagedCheckpointError, match="cut off"):
         read(storage, table, wanted_of((0, (0, 500), (1000, 400))), verify="never")
 
