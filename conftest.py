@@ -10,15 +10,19 @@ MOST_PROCESSES = 8
 """Each may have a Ray of its own, with a gigabyte of memory."""
 
 
+BESIDE = 2
+"""How many processes run beside one for each core."""
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Returns how many processes `-n auto` means: one more than cores, as a test often waits.
+    """Returns how many processes `-n auto` means: more than cores, as a test often waits.
 
     None beside this one for single files: a file stays in one process, and to start others takes
     seconds.
     """
     if all(".py" in argument for argument in config.args):
         return 0
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + BESIDE, MOST_PROCESSES)
 
 
 WAITING = ("tests/integration/", "tests/chaos/")
@@ -26,7 +30,7 @@ WAITING = ("tests/integration/", "tests/chaos/")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Returns what hands out files: the last process begins with those that wait.
+    """Returns what hands out files: the last processes begin with those that wait.
 
     The others have the cores meanwhile, for tests that compute. Files in the order of the
     collection would have all processes compute at first and all of them wait at the end.
@@ -36,7 +40,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class WaitBesideWork(LoadFileScheduling):
         def _assign_work_unit(self, node: Any) -> None:
             waiting = (file for file in self.workqueue if file.startswith(WAITING))
-            if node is self.nodes[-1] and (file := next(waiting, None)):
+            if node in self.nodes[-BESIDE:] and (file := next(waiting, None)):
                 self.workqueue.move_to_end(file, last=False)
             super()._assign_work_unit(node)
 
