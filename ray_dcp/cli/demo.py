@@ -1,4 +1,4 @@
-"""The command `demo`: trains, saves, kills the ranks, resumes on others, compares all bits.
+"""The command `demo`: trains, saves, kills the ranks, resumes on others, and compares all bits.
 
 The program of the ranks trains a small Transformer with FSDP2. Its public functions run on a rank
 of any process group. Only one rank computes the gradient of a step, and the others add zeros, so

@@ -1,4 +1,4 @@
-"""The `ray-dcp` command: its exit codes, its subcommands, which are imported when they are called.
+"""The `ray-dcp` command: its subcommands, which are imported when they are called, and exit codes.
 
 Exit codes: 0, success. 1, the checkpoint is damaged. 2, the call is invalid, there is no
 checkpoint, the storage failed, or the output could not be written. 130, interrupted by Ctrl-C; 129

@@ -1,4 +1,4 @@
-"""Output of the commands: tables fitted to the terminal, JSON, questions, progress."""
+"""Output of the commands: tables fitted to the terminal, JSON, questions, and progress."""
 
 from __future__ import annotations
 

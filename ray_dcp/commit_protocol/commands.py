@@ -1,4 +1,4 @@
-"""Commands of the machines to their executor, with the tasks in them, whose results come back.
+"""Commands of the machines to their executor, the tasks in them, and the results of tasks.
 
 All are frozen values. A machine never accesses storage, a clock or a rank: it returns commands, and
 receives their results later as events. `ray_dcp.coordinator` is the executor: `tasks` runs the

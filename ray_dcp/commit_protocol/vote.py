@@ -1,4 +1,4 @@
-"""`Vote`: which record to create in which slot for one attempt, by the answers so far.
+"""`Vote`: which record to create in which slot for one attempt, and what the answers decide.
 
 The slots of a target are numbered from 1 and filled without gaps. Each holds one record, created if
 absent and never changed: a manifest (commits its attempt), a delete record (commits that there is

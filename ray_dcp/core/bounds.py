@@ -1,4 +1,4 @@
-"""Bounds of waiting: each names since when it counts, until when, what happens then.
+"""Bounds of waiting: each names since when it counts, until when, and what happens then.
 
 Here is a time on which more than one module counts, or for which a call of the user may wait. What
 only one function uses, and no call waits for (the interval of a look, the pause before another try,

@@ -1,4 +1,4 @@
-"""`Checkpointer`: the saved state of a Ray Train run, on every rank of `train_fn`.
+"""`Checkpointer`: saves and restores the state of a Ray Train run, on every rank of `train_fn`.
 
 `checkpointer` creates the one of a worker, and checks the arguments.
 

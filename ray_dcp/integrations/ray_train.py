@@ -1,4 +1,4 @@
-"""A worker's part in a Ray Train run: how it joins, what it exchanges with Ray Train.
+"""A worker's part in a Ray Train run: what it asks Ray Train and tells it, and how it joins.
 
 `run_facts` reads Ray Train's context. Besides `SaveBeforeResize`, this is the only module of the
 integration that uses private APIs of Ray: the checkpoint config, the run's id, and the poll

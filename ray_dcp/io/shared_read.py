@@ -1,4 +1,4 @@
-"""`SharedReadStorage`: bytes that several ranks need are read by one, which sends them on.
+"""`SharedReadStorage`: one rank reads bytes that several ranks need, and sends them to the others.
 
 `planning.reads.share_reads` assigns units of bytes to reading ranks; a `UnitExchange` transfers
 them. Bytes from another rank are verified like bytes from storage. If they do not arrive, they are

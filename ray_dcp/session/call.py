@@ -1,4 +1,4 @@
-"""`Call`: one call of the user on one rank, with its progress, heartbeats, events.
+"""`Call`: one call of the user on one rank, with its progress, its heartbeats and its events.
 
 While a `Call` lasts, the rank sends heartbeats. A rank that leaves it by an error before the end
 (Ctrl-C, a coordinator out of reach) fails the call on every rank, so that the others do not wait. A

@@ -1,4 +1,4 @@
-"""The errors of object stores: what each one means, which are repeated, for how long.
+"""The errors of object stores: what each one means, which are repeated, and for how long.
 
 Errors of obstore become `StorageError`s that name the failed call and the key (`object_failure`).
 A message never shows signatures or tokens, which URLs may contain. `worth_s` decides how long a

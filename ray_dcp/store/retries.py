@@ -1,4 +1,4 @@
-"""`Retrying`: repeats failed calls with exponential, jittered backoff up to a deadline."""
+"""`Retrying`: repeats failed calls with exponential backoff and jitter, up to a deadline."""
 
 from __future__ import annotations
 

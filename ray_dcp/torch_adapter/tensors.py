@@ -1,4 +1,4 @@
-"""One tensor as bytes: dtype names, host bytes, writable host bytes, lossless casts.
+"""One tensor as bytes: dtype names, host bytes, writable host bytes, and lossless casts.
 
 Bytes are always the tensor's elements in C order, as `torch.save` would store them for a contiguous
 tensor. `shards` handles sharding.

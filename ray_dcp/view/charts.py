@@ -1,4 +1,4 @@
-"""Charts of plain data: lines over steps, the phases of a save, trees of tensors. Pure."""
+"""Charts of plain data: lines over steps, the phases of a save, and trees of tensors. Pure."""
 
 from __future__ import annotations
 

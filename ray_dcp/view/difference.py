@@ -1,4 +1,4 @@
-"""The tensors that differ between two checkpoints, with their distance: `CheckpointView.diff`.
+"""The tensors that differ between two checkpoints, and by how much: `CheckpointView.diff`.
 
 Block checksums are hashes of the content. If both checkpoints cut a tensor into equal chunks and
 each chunk into equal blocks, the chunk tables decide whether it changed (`diff_tables`, pure

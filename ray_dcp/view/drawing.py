@@ -1,4 +1,4 @@
-"""Elements of pictures: tags of SVG or HTML, colours, bars, text that fits. Pure.
+"""Elements of pictures: SVG and HTML tags, colours, bars, and text that fits. Pure.
 
 A picture uses no scripts, fonts, images or style sheets, so that it needs no network. Text has the
 colour of the page (`currentColor`), and all other colours have a medium lightness, so that pictures

@@ -1,4 +1,4 @@
-"""The progress of long operations: `Progress`, with what `progress=` accepts or draws.
+"""The progress of long operations: `Progress`, what `progress=` accepts, and what it draws.
 
 The work counts into a `Meter`. A thread of the meter looks at it ten times a second, and calls the
 function of the user, or draws: a bar on a terminal and in a notebook, lines elsewhere. So neither
