@@ -14,7 +14,7 @@ from ray_dcp.commit_protocol import liveness
 from ray_dcp.core import bounds
 from ray_dcp.io import lease_holders
 from ray_dcp.job import coordinator
-from ray_dcp.session import heartbeat, socket_transport
+from ray_dcp.session import heartbeat, socket_coordinator
 from ray_dcp.stage import stager
 
 PACKAGE = Path(bounds.__file__).parents[1]
@@ -106,7 +106,7 @@ def test_each_bound_is_used():
         (bounds.STRANGER_S, bounds.SERVED_S),
         (bounds.SERVED_S, bounds.HANDSHAKE_S),
         (bounds.HANDSHAKE_S, bounds.JOIN_S),
-        (1.5 * socket_transport._PAUSE_S, bounds.RETURN_S),
+        (1.5 * socket_coordinator.PAUSE_S, bounds.RETURN_S),
         # Heartbeats and renewals come several times within what they are to prevent.
         (3 * liveness.beat_interval_s(bounds.LEFT_TIMEOUT_S), bounds.LEFT_TIMEOUT_S),
         (3 * heartbeat.TICK_S, bounds.LEFT_TIMEOUT_S),

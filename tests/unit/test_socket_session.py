@@ -25,7 +25,7 @@ from ray_dcp.core import bounds
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.rank import rank_save
-from ray_dcp.session import heartbeat, socket_transport
+from ray_dcp.session import heartbeat, rank0_address, socket_channel
 from ray_dcp.session.call import Call
 from ray_dcp.session.discovery import current_session
 from ray_dcp.session.rank_progress import RankProgress
@@ -165,7 +165,7 @@ def test_strangers_who_say_nothing_take_no_descriptors_and_one_line_of_the_log(
         break_connection(sessions[1])
         assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
         assert eventually(lambda: len(loop._strangers) <= 16)
-        assert len(socket_transport._open) < 30
+        assert len(socket_channel.open_sockets) < 30
     assert sum(one.startswith("Refused") for one in caplog.messages) == 1
 
 
@@ -418,19 +418,19 @@ def test_nobody_at_the_address_of_rank_0_is_told_with_the_way_out():
 
 def test_rank_0_listens_on_the_interface_of_the_store():
     store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
-    assert socket_transport.host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
-    assert socket_transport.host_of(HashStore()) is None
-    assert socket_transport.address_towards("127.0.0.1") == "127.0.0.1"
-    assert socket_transport.address_towards("no such host.invalid") == "127.0.0.1"
+    assert rank0_address.host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+    assert rank0_address.host_of(HashStore()) is None
+    assert rank0_address.address_towards("127.0.0.1") == "127.0.0.1"
+    assert rank0_address.address_towards("no such host.invalid") == "127.0.0.1"
     # A name of its own machine is that of the loopback interface; the others are elsewhere.
-    outwards = socket_transport.address_towards("10.9.8.7")
+    outwards = rank0_address.address_towards("10.9.8.7")
     there = [("1", "a", "127.0.1.1"), ("2", "b", "10.9.8.7")]
-    assert socket_transport.interface_of(there) == outwards
+    assert rank0_address.interface_of(there) == outwards
     # Containers and cloned machines have equal names; and all may say localhost for the store.
     there = [("1", "a", "127.0.1.1"), ("2", "a", "10.9.8.7")]
-    assert socket_transport.interface_of(there) == outwards
+    assert rank0_address.interface_of(there) == outwards
     there = [("1", "a", "127.0.0.1"), ("2", "a", "127.0.0.1")]
-    assert socket_transport.interface_of(there) == socket_transport.address_towards("192.0.2.1")
+    assert rank0_address.interface_of(there) == rank0_address.address_towards("192.0.2.1")
 
 
 def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool):
@@ -442,7 +442,7 @@ def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool):
         session.close()
         session.close()
     assert eventually(lambda: set(threading.enumerate()) <= before)
-    assert socket_transport._open == set()
+    assert socket_channel.open_sockets == set()
 
 
 def test_without_torch_distributed_a_process_group_is_refused():
