@@ -15,7 +15,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from pyarrow import fs as arrow
 
 from ray_dcp.core import bounds
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.conditional_create import creates_if_absent_in
 from ray_dcp.store.environment import is_of_storages
@@ -63,6 +64,10 @@ _HEAD_BYTES = 8 << 20
 """Files up to this length are written by a single put, and conditionally where that is possible."""
 _SCHEMES = {"gcs": "gs", "abfs": "az"}
 """Names that pyarrow.fs has for a kind of store, and the schemes of its URLs."""
+
+
+_IN_MEMORY = ProcessLock()
+"""Lets one thread at a time create a file in the memory of this process."""
 
 
 class FsspecStorage:
@@ -251,7 +256,9 @@ class FsspecStorage:
                     raise FileExistsError(str(error)) from error
                 raise
 
-        self._call("create", key, act, repeat=False)
+        # Why a lock: fsspec's memory looks whether a file is there, and then adds it.
+        with nullcontext() if self._is_shared else _IN_MEMORY:
+            self._call("create", key, act, repeat=False)
 
     def _check_free(self, key: str) -> None:
         if self._call("look at", key, lambda: _is_file(self._fs, self._path(key))):

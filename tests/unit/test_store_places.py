@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -441,6 +442,39 @@ def test_an_interrupted_save_on_objects_leaves_the_previous_or_the_new_checkpoin
     make = lambda: ObjectStorage(obstore.store.MemoryStore(), "run")  # noqa: E731
     reached = check_crashes("save.overwrite", storage=make, variants=["before", "lost"], every=5)
     assert {"new", "previous"} <= set(reached.stood)
+
+
+class LooksFirst(MemoryFileSystem):
+    """Memory in which who creates a file waits, after its last look, for another that looks."""
+
+    meeting: ClassVar[threading.Barrier]
+
+    def exists(self, path: str, **how: Any) -> bool:
+        found = super().exists(path, **how)
+        # Suppressed: the other one may not look yet.
+        with suppress(threading.BrokenBarrierError):
+            self.meeting.wait(0.2)
+        return found
+
+
+def test_two_threads_that_create_a_file_in_memory_have_one_winner():
+    LooksFirst.meeting = threading.Barrier(1)
+    storage = FsspecStorage(LooksFirst(), f"/{uuid.uuid4().hex}")
+    assert storage.traits.create_if_absent
+    LooksFirst.meeting = threading.Barrier(2)
+    won: list[bytes] = []
+
+    def create(value: bytes) -> None:
+        with suppress(KeyExistsError):
+            storage.write("slot", value, create=True)
+            won.append(value)
+
+    threads = [threading.Thread(target=create, args=(value,)) for value in (b"a", b"b")]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert won == [storage.read("slot")]
 
 
 class Unlisted(MemoryFileSystem):
