@@ -32,6 +32,7 @@ HANDLED = {
     "stage.copy_threads._helpers": "new threads",
     "stage.link._scratch": "begins anew; the memory is private",
     "store.conditional_create._LOCK": "a new one",
+    "store.filesystems._IN_MEMORY": "a new one; the content is copied",
     "store.local._LOCK": "a new one",
     "store.memory._LOCK": "a new one; the content is copied",
     "store.object_clients._LOCK": "a new one; obstore is refused, without its threads",
